@@ -1,0 +1,40 @@
+"""Distributed Muon for PyTorch FSDP2: each rank orthogonalizes the whole matrices that it owns.
+
+The public names, and nothing else. Loaded lazily, so that planning alone imports no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardmuon.muon import Muon as Muon
+    from shardmuon.muon import StepStats as StepStats
+    from shardmuon.planning.plan import Plan as Plan
+    from shardmuon.routing import ParamGroups as ParamGroups
+    from shardmuon.routing import param_groups as param_groups
+    from shardmuon.runtime import Runtime as Runtime
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Muon": "shardmuon.muon",
+    "ParamGroups": "shardmuon.routing",
+    "Plan": "shardmuon.planning.plan",
+    "Runtime": "shardmuon.runtime",
+    "StepStats": "shardmuon.muon",
+    "param_groups": "shardmuon.routing",
+}
+
+__all__ = ["Muon", "ParamGroups", "Plan", "Runtime", "StepStats", "__version__", "param_groups"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardmuon' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,329 @@
+"""Carries out steps for a list of parameter groups: the plan, the header, the buckets, AdamW.
+
+Owns the plan's life (made from the groups, valid for exactly these tensor objects, agreed between
+ranks) and what one step on this rank has done. Holds no parameter state and no settings of groups:
+those are the optimizer's. Made once and shared, so that an optimizer and a framework's wrapper
+around it see the same plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardmuon.exchange import collectives
+from shardmuon.exchange.agreement import Agreement, MeshPart
+from shardmuon.exchange.blocks import device_mesh_of, layout_of, local, planning_mesh
+from shardmuon.exchange.pipeline import Member, Passage, Tally, Transit, run_buckets
+from shardmuon.groups import ADAMW, clean_fqn
+from shardmuon.planning.cost import newton_schulz_flops
+from shardmuon.planning.layout import Mesh
+from shardmuon.planning.plan import Matrix, Plan
+from shardmuon.planning.planner import make_plan
+from shardmuon.rules import RULES, Commit, Shard
+from shardmuon.rules.adamw import ElementShard, adamw_step
+from shardmuon.runtime import Runtime
+
+__all__ = ["Engine", "StepStats", "parameter_names"]
+
+Group = Mapping[str, Any]
+State = MutableMapping[Tensor, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What the last step did on this rank.
+
+    matrices_orthogonalized: Newton-Schulz runs. bytes_sent, bytes_received: wire bytes exchanged
+    with other ranks, padding included. steps_skipped: steps refused so far because of a non-finite
+    gradient. collectives: number of collectives issued.
+    """
+
+    matrices_orthogonalized: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    steps_skipped: int = 0
+    collectives: int = 0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A trainable parameter with its name, group and mesh."""
+
+    fqn: str
+    parameter: Tensor
+    group: Group
+    mesh: Mesh
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan with everything that belongs to exactly the tensors it was made from."""
+
+    key: tuple[object, ...]
+    alive: tuple[weakref.ref[Tensor], ...]
+    plan: Plan
+    passages: tuple[Passage, ...]
+    parts: tuple[MeshPart, ...]
+    entries: Mapping[str, int] = field(default_factory=dict)
+
+
+def parameter_names(groups: Sequence[Group]) -> list[list[str]]:
+    """Name of each parameter of each group: its FQN, or `group.position` if it has none."""
+    return [
+        [clean_fqn(name) for name in group["param_names"]]
+        if "param_names" in group
+        else [f"{number}.{position}" for position in range(len(group["params"]))]
+        for number, group in enumerate(groups)
+    ]
+
+
+class Engine:
+    """Plans and runs steps. `default_mesh`: where plain tensors are replicated, or None."""
+
+    def __init__(self, runtime: Runtime, default_mesh: DeviceMesh | None) -> None:
+        self.runtime = runtime
+        self.default_mesh = default_mesh
+        self.stats = StepStats()
+        self._prepared: Prepared | None = None
+        self._agreement = Agreement(runtime)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Plans, groups and pending answers belong to one process and do not travel."""
+        return {"runtime": self.runtime, "default_mesh": self.default_mesh}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["runtime"], state["default_mesh"])  # type: ignore[misc]
+
+    # -- the plan -------------------------------------------------------------------------------
+
+    def plan(self, groups: Sequence[Group]) -> Plan:
+        """The plan for `groups`, made anew if anything that it depends on has changed."""
+        return self._prepare_locally(groups)[0].plan
+
+    def prepare(self, groups: Sequence[Group]) -> None:
+        """Plan and prove on the host that the ranks of every mesh made the same plan."""
+        prepared, _ = self._prepare_locally(groups)
+        self._agreement.compare(prepared.plan, prepared.parts)
+
+    def check(self) -> None:
+        """Raise what the last step on a GPU found out and could not say without a stall."""
+        self._agreement.raise_deferred()
+
+    def _prepare_locally(self, groups: Sequence[Group]) -> tuple[Prepared, bool]:
+        """(prepared plan, whether it is new). No collective."""
+        entries = list(_entries(groups, self.default_mesh))
+        key = tuple(_settings(entry.group, entry) for entry in entries)
+        old = self._prepared
+        if (
+            old is not None
+            and old.key == key
+            and all(r() is e.parameter for r, e in zip(old.alive, entries, strict=True))
+        ):
+            return old, False
+        self._prepared = self._make(entries, key)
+        return self._prepared, True
+
+    def _make(self, entries: Sequence[Entry], key: tuple[object, ...]) -> Prepared:
+        matrices = [self._matrix(entry) for entry in entries if _is_matrix(entry)]
+        runtime = self.runtime
+        plan = make_plan(
+            matrices,
+            exchange=runtime.exchange,
+            bucket_bytes=runtime.bucket_bytes,
+            settings=json.dumps([runtime.deterministic, runtime.missing_grad, runtime.nonfinite]),
+        )
+        self._warn_of_repeated_work(matrices)
+        device_meshes = {e.mesh: device_mesh_of(e.parameter, self.default_mesh) for e in entries}
+        devices = {entry.fqn: local(entry.parameter).device for entry in entries}
+        return Prepared(
+            key,
+            tuple(weakref.ref(entry.parameter) for entry in entries),
+            plan,
+            tuple(self._passages(plan, device_meshes, devices)),
+            tuple(_mesh_parts(plan, entries, device_meshes)),
+            {entry.fqn: index for index, entry in enumerate(entries)},
+        )
+
+    def _matrix(self, entry: Entry) -> Matrix:
+        rows, cols = entry.parameter.shape
+        dtype = _ns_dtype(entry)
+        return Matrix(
+            id=entry.fqn,
+            rows=rows,
+            cols=cols,
+            layout=layout_of(entry.fqn, entry.parameter, self.default_mesh),
+            wire_dtype=str(dtype).removeprefix("torch."),
+            wire_bytes=dtype.itemsize,
+            cost=newton_schulz_flops(rows, cols, entry.group["ns_steps"]),
+            settings=_settings(entry.group, None),
+            row_stats=RULES[entry.group["algorithm"]].row_stats,
+        )
+
+    def _passages(
+        self,
+        plan: Plan,
+        device_meshes: Mapping[Mesh, DeviceMesh | None],
+        devices: Mapping[str, torch.device],
+    ) -> Iterator[Passage]:
+        for bucket in plan.buckets:
+            device_mesh = device_meshes[bucket.mesh]
+            axes = (*bucket.sharded_axes, *bucket.replicated_axes)
+            on_gpu = devices[bucket.matrices[0].id].type == "cuda"
+            yield Passage(
+                bucket,
+                bucket.route(collectives.rank(), plan.exchange),
+                {axis: device_mesh.get_group(axis) for axis in axes} if device_mesh else {},
+                getattr(torch, bucket.wire_dtype),
+                batched=on_gpu and not self.runtime.deterministic,
+                timeout_s=self.runtime.timeout_s,
+            )
+
+    def _warn_of_repeated_work(self, matrices: Sequence[Matrix]) -> None:
+        alone = [m for m in matrices if len(m.layout.mesh.ranks) == 1]
+        if alone and collectives.world_size() > 1 and self._prepared is None:
+            warnings.warn(
+                f"{len(alone)} matrices (first: {alone[0].id}) are plain tensors, so each of"
+                f" {collectives.world_size()} ranks orthogonalizes all of them; pass mesh=... if"
+                " they are replicated, to share the work",
+                stacklevel=4,
+            )
+
+    # -- one step -------------------------------------------------------------------------------
+
+    def step(self, groups: Sequence[Group], state: State) -> None:
+        """Advance all parameters and states by one step, or leave everything as it was."""
+        before = sum(collectives.calls.values())
+        self._agreement.raise_deferred()
+        prepared, is_new = self._prepare_locally(groups)
+        entries = list(_entries(groups, self.default_mesh))
+        agreed = self._agreement.open(prepared.plan, prepared.parts, entries, is_new)
+        tally = Tally()
+        if not agreed.refused:
+            commit = Commit(agreed.accepted)
+            step = _Step(entries, state, agreed.missing, commit)
+            run_buckets(
+                Transit(passage, step.members(passage, prepared.entries), commit, tally)
+                for passage in prepared.passages
+                if not step.idle(passage, prepared.entries)
+            )
+            step.adamw(groups)
+        self.stats = StepStats(
+            tally.matrices_orthogonalized,
+            tally.bytes_sent,
+            tally.bytes_received,
+            self._agreement.steps_skipped,
+            sum(collectives.calls.values()) - before,
+        )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Views of local tensors for one step. missing: FQNs without gradient on any rank."""
+
+    entries: Sequence[Entry]
+    state: State
+    missing: frozenset[str]
+    commit: Commit
+
+    def idle(self, passage: Passage, index: Mapping[str, int]) -> bool:
+        """All matrices of the bucket lack gradients on all ranks, as the host knows on CPU."""
+        return all(self.entries[index[m.id]].fqn in self.missing for m in passage.bucket.matrices)
+
+    def members(self, passage: Passage, index: Mapping[str, int]) -> list[Member]:
+        members = []
+        for matrix in passage.bucket.matrices:
+            entry = self.entries[index[matrix.id]]
+            missing, gradient = self._gradient(entry)
+            shard = Shard(
+                local(entry.parameter),
+                gradient,
+                {key: local(value) for key, value in self.state[entry.parameter].items()},
+                entry.group,
+                matrix.rows,
+                matrix.cols,
+            )
+            rule = RULES[entry.group["algorithm"]]
+            members.append(Member(rule, shard, matrix.settings, missing))
+        return members
+
+    def adamw(self, groups: Sequence[Group]) -> None:
+        """AdamW on the local tensors of its groups."""
+        for group in groups:
+            shards = []
+            for entry in self.entries:
+                if entry.group is not group or group["algorithm"] != ADAMW:
+                    continue
+                missing, gradient = self._gradient(entry)
+                if not missing:
+                    state = {k: local(v) for k, v in self.state[entry.parameter].items()}
+                    shards.append(ElementShard(local(entry.parameter), gradient, **state))
+            if shards:
+                adamw_step(shards, group, self.commit)
+
+    def _gradient(self, entry: Entry) -> tuple[bool, Tensor]:
+        """(missing, local gradient); zeros stand for a gradient that counts as zero."""
+        gradient = entry.parameter.grad
+        if gradient is not None:
+            return False, local(gradient)
+        return entry.fqn in self.missing, torch.zeros_like(local(entry.parameter))
+
+
+def _entries(groups: Sequence[Group], default_mesh: DeviceMesh | None) -> Iterator[Entry]:
+    """All trainable parameters, group by group."""
+    meshes: dict[DeviceMesh | None, Mesh] = {}
+    for group, names in zip(groups, parameter_names(groups), strict=True):
+        for fqn, parameter in zip(names, group["params"], strict=True):
+            if parameter.requires_grad:
+                device_mesh = device_mesh_of(parameter, default_mesh)
+                if device_mesh not in meshes:
+                    meshes[device_mesh] = planning_mesh(device_mesh)
+                yield Entry(fqn, parameter, group, meshes[device_mesh])
+
+
+def _is_matrix(entry: Entry) -> bool:
+    return entry.group["algorithm"] in RULES
+
+
+def _ns_dtype(entry: Entry) -> torch.dtype:
+    """Dtype of Newton-Schulz and of the wire; bf16 products are very slow on most CPUs."""
+    chosen: torch.dtype | None = entry.group["ns_dtype"]
+    if chosen is not None:
+        return chosen
+    on_gpu = local(entry.parameter).device.type == "cuda"
+    return torch.bfloat16 if on_gpu else torch.float32
+
+
+def _settings(group: Group, entry: Entry | None) -> str:
+    """Canonical text of what shapes the plan and the wire; lr and the like may change freely."""
+    keys = ("algorithm", "ns_coefficients", "ns_steps", "eps", "ns_dtype")
+    values = [str(group.get(key)) for key in keys]
+    return json.dumps([*values, entry.fqn] if entry is not None else values)
+
+
+def _mesh_parts(
+    plan: Plan, entries: Sequence[Entry], device_meshes: Mapping[Mesh, DeviceMesh | None]
+) -> Iterator[MeshPart]:
+    """What each mesh has to agree on, in an order that its ranks share."""
+    for mesh in sorted(device_meshes, key=lambda m: (-len(m.ranks), m.ranks, m.shape)):
+        members = {entry.fqn: entry.parameter for entry in entries if entry.mesh == mesh}
+        fqns = tuple(sorted(members))
+        text = json.dumps([plan.digest_of((mesh,)), fqns])
+        device_mesh = device_meshes[mesh]
+        axes = [axis for axis, size in enumerate(mesh.shape) if size > 1]
+        yield MeshPart(
+            mesh,
+            fqns,
+            hashlib.sha256(text.encode()).hexdigest(),
+            tuple(device_mesh.get_group(axis) for axis in axes) if device_mesh else (),
+            local(members[fqns[0]]).device,
+        )

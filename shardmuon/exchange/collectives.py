@@ -1,0 +1,165 @@
+"""The only file of the library that calls collectives.
+
+Owns the spelling of torch.distributed calls (2.11 and 2.13 differ) and the rule that a group of
+one rank, or no process group at all, makes no call. Knows nothing of matrices, plans or buckets.
+`calls` counts what was issued, so that a step's collectives can be checked against its plan.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = [
+    "Group",
+    "Work",
+    "all_gather",
+    "all_reduce_max_",
+    "all_reduce_sum_",
+    "all_to_all",
+    "barrier",
+    "broadcast_object",
+    "calls",
+    "gather_objects",
+    "is_initialized",
+    "rank",
+    "start",
+    "stop",
+    "world_size",
+]
+
+Group = Any  # dist.ProcessGroup is an alias of a C++ class that type checkers cannot see through
+
+calls: Counter[str] = Counter()
+"""Collectives issued by this process since import, by kind; groups of one rank issue none."""
+
+
+class Work:
+    """Handle of an asynchronous collective that also keeps its buffers alive until `wait`.
+
+    A buffer freed under a running collective is reused by the allocator and corrupts the data of
+    whoever reads or writes it next; holding the references here makes that impossible.
+    """
+
+    def __init__(self, handle: Any, *buffers: Tensor) -> None:
+        self._handle = handle
+        self._buffers = buffers
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until done: the host for CPU groups, the current stream for CUDA groups.
+
+        timeout_s bounds the host's wait (CPU groups only; the group's own timeout holds for CUDA).
+        """
+        if self._handle is not None and timeout_s is not None and not self._buffers[0].is_cuda:
+            self._handle.wait(datetime.timedelta(seconds=timeout_s))
+        elif self._handle is not None:
+            self._handle.wait()
+        self._handle = None
+        self._buffers = ()
+
+
+def is_initialized() -> bool:
+    """True if this process has a default process group."""
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+def rank() -> int:
+    """Global rank, 0 without a process group."""
+    return dist.get_rank() if is_initialized() else 0
+
+
+def world_size(group: Group = None) -> int:
+    """Ranks in `group` (default: all), 1 without a process group."""
+    return dist.get_world_size(group) if is_initialized() else 1
+
+
+def start(backend: str, timeout_s: float, device: torch.device | None = None) -> None:
+    """Make the default process group from torchrun's environment variables."""
+    dist.init_process_group(
+        backend, timeout=datetime.timedelta(seconds=timeout_s), device_id=device
+    )
+
+
+def stop() -> None:
+    """Destroy the default process group, if there is one."""
+    if is_initialized():
+        dist.destroy_process_group()
+
+
+def barrier(group: Group = None) -> None:
+    """Wait for all ranks of `group`."""
+    if world_size(group) > 1:
+        calls["barrier"] += 1
+        dist.barrier(group)
+
+
+def all_reduce_sum_(tensor: Tensor, group: Group = None) -> Tensor:
+    """Sum `tensor` over `group` in place and return it."""
+    if world_size(group) > 1:
+        calls["all_reduce"] += 1
+        dist.all_reduce(tensor, dist.ReduceOp.SUM, group)
+    return tensor
+
+
+def all_reduce_max_(tensor: Tensor, group: Group = None) -> Tensor:
+    """Elementwise maximum of `tensor` over `group`, in place; returns it."""
+    if world_size(group) > 1:
+        calls["all_reduce"] += 1
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+    return tensor
+
+
+def broadcast_object(value: Any, source: int = 0, group: Group = None) -> Any:
+    """The picklable `value` of global rank `source`, on every rank of `group`."""
+    if world_size(group) == 1:
+        return value
+    calls["broadcast_object"] += 1
+    box = [value]
+    dist.broadcast_object_list(box, source, group)
+    return box[0]
+
+
+def gather_objects(value: Any, group: Group = None) -> list[Any]:
+    """The picklable `value` of every rank of `group`, in group order, on every rank."""
+    size = world_size(group)
+    if size == 1:
+        return [value]
+    calls["gather_objects"] += 1
+    values: list[Any] = [None] * size
+    dist.all_gather_object(values, value, group)
+    return values
+
+
+def all_to_all(
+    send: Tensor, send_splits: Sequence[int], recv_splits: Sequence[int], group: Group
+) -> tuple[Tensor, Work]:
+    """Start sending `send_splits[j]` consecutive elements of 1-D `send` to each group rank j.
+
+    Returns (recv, work): recv is 1-D, holds `recv_splits[i]` elements from each group rank i in
+    order, and may be read after `work.wait()`. `send` must not change before that.
+    """
+    recv = send.new_empty(sum(recv_splits))
+    calls["all_to_all"] += 1
+    handle = dist.all_to_all_single(
+        recv, send, list(recv_splits), list(send_splits), group=group, async_op=True
+    )
+    return recv, Work(handle, send, recv)
+
+
+def all_gather(send: Tensor, group: Group) -> tuple[Tensor, Work]:
+    """Start gathering 1-D `send` (same length on every rank) from all ranks of `group`.
+
+    Returns (recv, work): recv is [ranks, len(send)], readable after `work.wait()`.
+    """
+    size = world_size(group)
+    recv = send.new_empty(size, send.numel())
+    calls["all_gather"] += 1
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    handle = gather(recv.view(-1), send, group=group, async_op=True)
+    return recv, Work(handle, send, recv)

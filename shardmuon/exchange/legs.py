@@ -1,0 +1,108 @@
+"""One exchange in flight along one mesh axis: flat buffers in, parcels out.
+
+Owns packing parcels into wire buffers and finding them again. Which parcels, and in which order,
+comes from planning's `Hop` and `Share`; both sides derive the same order, so no index travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from shardmuon.exchange import collectives
+from shardmuon.planning.layout import Coordinate
+from shardmuon.planning.routes import Hop, Parcel, Parcels, Share, scatter_size
+
+__all__ = [
+    "Cargo",
+    "Leg",
+    "pack",
+    "row_stats_from_wire",
+    "row_stats_to_wire",
+    "start_hop",
+    "start_share",
+]
+
+Cargo = dict[tuple[int, Coordinate], Tensor]
+"""Flat wire tensors by (index of the matrix in its bucket, origin)."""
+
+
+class Leg:
+    """An exchange that has been started; `finish` waits for it and returns what arrived."""
+
+    def __init__(self, work: collectives.Work, unpack: Callable[[], Cargo]) -> None:
+        self._work = work
+        self._unpack = unpack
+
+    def finish(self, timeout_s: float | None) -> Cargo:
+        self._work.wait(timeout_s)
+        return self._unpack()
+
+
+def pack(parcels: Iterable[Parcel], cargo: Cargo, buffer: Tensor) -> None:
+    """Copy `parcels` one after the other to the front of 1-D `buffer`."""
+    offset = 0
+    for parcel in parcels:
+        piece = cargo[parcel.matrix, parcel.origin]
+        buffer[offset : offset + piece.numel()].copy_(piece)
+        offset += piece.numel()
+
+
+def start_hop(hop: Hop, buffer: Tensor, group: collectives.Group) -> Leg:
+    """Send `buffer`, the parcels of `hop.outgoing` in order, along the hop's axis.
+
+    With `hop.table` the exchange is an all-gather and `buffer` has length `hop.padded`.
+    """
+    if not hop.table:
+        sends, receives = ([hop.size(p) for p in side] for side in (hop.outgoing, hop.incoming))
+        received, work = collectives.all_to_all(buffer, sends, receives, group)
+        return Leg(work, lambda: dict(_unpack(hop.incoming, received, hop.size)))
+    gathered, work = collectives.all_gather(buffer, group)
+
+    def mine() -> Cargo:
+        cargo: Cargo = {}
+        for row, received in zip(hop.table, gathered, strict=True):
+            before = sum(map(hop.size, row[: hop.index]))
+            cargo.update(_unpack([row[hop.index]], received[before:], hop.size))
+        return cargo
+
+    return Leg(work, mine)
+
+
+def start_share(share: Share, cargo: Cargo, like: Tensor, group: collectives.Group) -> Leg:
+    """All-gather the updates in `cargo` along a replicated axis; `like` gives dtype and device."""
+    buffer = like.new_zeros(share.padded)
+    pack(share.parts[share.index], cargo, buffer)
+    gathered, work = collectives.all_gather(buffer, group)
+
+    def everyones() -> Cargo:
+        result: Cargo = {}
+        for parcels, received in zip(share.parts, gathered, strict=True):
+            result.update(_unpack([parcels], received, scatter_size))
+        return result
+
+    return Leg(work, everyones)
+
+
+def _unpack(
+    sides: Iterable[Parcels], received: Tensor, size: Callable[[Parcels], int]
+) -> Iterator[tuple[tuple[int, Coordinate], Tensor]]:
+    """Views of `received`, parcel by parcel."""
+    offset = 0
+    for parcels in sides:
+        for parcel in parcels:
+            count = size((parcel,))
+            yield (parcel.matrix, parcel.origin), received[offset : offset + count]
+            offset += count
+
+
+def row_stats_to_wire(row_stats: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 [rows] as wire elements [rows * 4 / itemsize], bits kept."""
+    return row_stats.contiguous().view(dtype)
+
+
+def row_stats_from_wire(elements: Tensor) -> Tensor:
+    """Inverse of `row_stats_to_wire`; copies, since a slice may not be aligned for float32."""
+    return elements.clone().view(torch.float32)

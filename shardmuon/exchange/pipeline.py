@@ -1,0 +1,228 @@
+"""The five phases of a step over all buckets: prepare, gather, orthogonalize, scatter, apply.
+
+Owns the order in which buckets move. While bucket k is orthogonalized, bucket k + 1 is on its way
+to its owners and bucket k - 1 on its way back; at most three buckets hold buffers. The order of
+collectives depends on the plan alone, never on data.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardmuon.exchange import collectives
+from shardmuon.exchange.legs import (
+    Cargo,
+    Leg,
+    pack,
+    row_stats_from_wire,
+    row_stats_to_wire,
+    start_hop,
+    start_share,
+)
+from shardmuon.planning.plan import Bucket
+from shardmuon.planning.routes import Hop, Parcel, Route
+from shardmuon.rules import Commit, Shard, UpdateRule
+
+__all__ = ["Member", "Passage", "Tally", "Transit", "run_buckets"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A matrix as this rank takes part in it. missing: no gradient; nothing of it may change."""
+
+    rule: UpdateRule
+    shard: Shard
+    settings: str
+    missing: bool
+
+
+@dataclass
+class Tally:
+    """What this rank did in a step."""
+
+    matrices_orthogonalized: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+@dataclass(frozen=True)
+class Passage:
+    """How this rank carries a bucket, fixed by the plan. groups: process group by mesh axis."""
+
+    bucket: Bucket
+    route: Route
+    groups: Mapping[int, collectives.Group]
+    dtype: torch.dtype
+    batched: bool
+    timeout_s: float | None
+
+
+@dataclass
+class Transit:
+    """One bucket under way on this rank; holds its buffers between the phases."""
+
+    passage: Passage
+    members: Sequence[Member]
+    commit: Commit
+    tally: Tally
+    leg: Leg | None = None
+    cargo: Cargo = field(default_factory=dict)
+
+    def depart(self) -> None:
+        """Phases 1 and 2: advance every state, pack the blocks and start towards the owners."""
+        route = self.passage.route
+        departing = {parcel.matrix: parcel for parcel in route.departing}
+        hop = route.hops[0] if route.hops else None
+        buffer = self._buffer(hop, route.departing)
+        places = dict(_places(route.departing, buffer))
+        for index, member in enumerate(self.members):
+            if not member.missing:
+                block = member.rule.prepare(member.shard, self.commit)
+                if index in departing:
+                    places[index].view(block.shape).copy_(block)
+            elif index in departing:
+                places[index].zero_()
+        if hop is None:
+            self.cargo = {(p.matrix, p.origin): places[p.matrix] for p in route.departing}
+        else:
+            self.leg = self._start(hop, buffer)
+
+    def orthogonalize(self) -> None:
+        """Finish phase 2, run phase 3 on the owned matrices and start phase 4."""
+        self._arrive_hop()
+        for hop in self.passage.route.hops[1:]:
+            self._send(hop)
+            self._arrive_hop()
+        whole = {index: self._assemble(index, ps) for index, ps in self.passage.route.owned}
+        self.cargo = {}
+        for index, update, row_stats in self._updates(whole):
+            for parcel in self._owned_parcels(index):
+                self.cargo[index, parcel.origin] = self._cut(parcel, update, row_stats)
+        if self.passage.route.hops:
+            self._send(self.passage.route.hops[-1].backwards())
+
+    def apply(self) -> None:
+        """Finish phase 4 and run phase 5 on this rank's block of every matrix."""
+        route = self.passage.route
+        self._arrive_hop()
+        for hop in reversed(route.hops[:-1]):
+            self._send(hop.backwards())
+            self._arrive_hop()
+        for share in route.shares:
+            like = torch.empty(0, dtype=self.passage.dtype, device=self._device)
+            self.leg = start_share(share, self.cargo, like, self.passage.groups[share.axis])
+            self._count(*share.wire_elements())
+            self._arrive_hop()
+        for parcel in route.held:
+            member = self.members[parcel.matrix]
+            elements = self.cargo.pop((parcel.matrix, parcel.origin))
+            if not member.missing:
+                count = parcel.block.numel
+                update = elements[:count].view(member.shard.parameter.shape)
+                stats = row_stats_from_wire(elements[count:]) if member.rule.row_stats else None
+                member.rule.apply(member.shard, update, stats, self.commit)
+
+    @property
+    def _device(self) -> torch.device:
+        return self.members[0].shard.parameter.device
+
+    def _buffer(self, hop: Hop | None, parcels: Iterable[Parcel]) -> Tensor:
+        """Zeroed where padding would otherwise send uninitialized memory."""
+        if hop is not None and hop.table:
+            return torch.zeros(hop.padded, dtype=self.passage.dtype, device=self._device)
+        size = hop.size if hop is not None else None
+        count = sum(size((p,)) if size else p.gather_elements for p in parcels)
+        return torch.empty(count, dtype=self.passage.dtype, device=self._device)
+
+    def _start(self, hop: Hop, buffer: Tensor) -> Leg:
+        self._count(*hop.wire_elements())
+        return start_hop(hop, buffer, self.passage.groups[hop.axis])
+
+    def _send(self, hop: Hop) -> None:
+        """Pack what this rank holds for `hop` and start it."""
+        outgoing = [parcel for parcels in hop.outgoing for parcel in parcels]
+        buffer = self._buffer(hop, outgoing)
+        pack(outgoing, self.cargo, buffer)
+        self.leg = self._start(hop, buffer)
+
+    def _arrive_hop(self) -> None:
+        if self.leg is not None:
+            self.cargo = self.leg.finish(self.passage.timeout_s)
+            self.leg = None
+
+    def _count(self, sent: int, received: int) -> None:
+        size = self.passage.dtype.itemsize
+        self.tally.bytes_sent += sent * size
+        self.tally.bytes_received += received * size
+
+    def _owned_parcels(self, index: int) -> Sequence[Parcel]:
+        return next(parcels for owned, parcels in self.passage.route.owned if owned == index)
+
+    def _assemble(self, index: int, parcels: Sequence[Parcel]) -> Tensor:
+        """The whole matrix, fresh, contiguous and row-major: equal bits rest on that."""
+        matrix = self.passage.bucket.matrices[index]
+        whole = torch.empty(matrix.rows, matrix.cols, dtype=self.passage.dtype, device=self._device)
+        for parcel in parcels:
+            block = parcel.block
+            rows = whole[block.row_start : block.row_stop, block.col_start : block.col_stop]
+            rows.copy_(self.cargo[index, parcel.origin].view(block.rows, block.cols))
+        return whole
+
+    def _updates(self, whole: Mapping[int, Tensor]) -> Iterable[tuple[int, Tensor, Tensor | None]]:
+        """Orthogonalize each owned matrix once; equal ones together where batching is allowed."""
+        batches: dict[object, list[int]] = defaultdict(list)
+        for index, matrix in whole.items():
+            alike = (tuple(matrix.shape), self.members[index].settings)
+            batches[alike if self.passage.batched else index].append(index)
+        for indices in batches.values():
+            member = self.members[indices[0]]
+            self.tally.matrices_orthogonalized += len(indices)
+            if len(indices) == 1:
+                update, stats = member.rule.orthogonalize(whole[indices[0]], member.shard.group)
+                yield indices[0], update, stats
+                continue
+            stack = torch.stack([whole[index] for index in indices])
+            updates, stats = member.rule.orthogonalize(stack, member.shard.group)
+            for place, index in enumerate(indices):
+                yield index, updates[place], None if stats is None else stats[place]
+
+    def _cut(self, parcel: Parcel, update: Tensor, row_stats: Tensor | None) -> Tensor:
+        """One origin's block of an update, flat in the wire dtype, its rows' statistics behind."""
+        block = parcel.block
+        rows = slice(block.row_start, block.row_stop)
+        piece = update[rows, block.col_start : block.col_stop].reshape(-1).to(self.passage.dtype)
+        if row_stats is None or not block.cols:
+            return piece
+        return torch.cat([piece, row_stats_to_wire(row_stats[rows], self.passage.dtype)])
+
+
+def _places(parcels: Iterable[Parcel], buffer: Tensor) -> Iterable[tuple[int, Tensor]]:
+    """This rank's place in `buffer` for the block of each departing matrix."""
+    offset = 0
+    for parcel in parcels:
+        yield parcel.matrix, buffer[offset : offset + parcel.gather_elements]
+        offset += parcel.gather_elements
+
+
+def run_buckets(transits: Iterable[Transit]) -> None:
+    """Run all buckets, three in flight. Transits are made lazily, when their turn comes."""
+    queue = iter(transits)
+    leaving: Transit | None = None
+    working = next(queue, None)
+    if working is not None:
+        working.depart()
+    while working is not None:
+        coming = next(queue, None)
+        if coming is not None:
+            coming.depart()
+        working.orthogonalize()
+        if leaving is not None:
+            leaving.apply()
+        leaving, working = working, coming
+    if leaving is not None:
+        leaving.apply()

@@ -1,0 +1,274 @@
+"""Muon for sharded parameters, as an ordinary `torch.optim.Optimizer`.
+
+Owns parameter groups and state: who has which state from when to when, and what a state dict may
+change. How a step is planned, exchanged and run is the engine's; what it computes is the rules'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import Optimizer, ParamsT, StateDict
+
+from shardmuon.engine import Engine, StepStats, parameter_names
+from shardmuon.exchange.blocks import local
+from shardmuon.groups import (
+    ADAMW,
+    ADAMW_DEFAULTS,
+    MUON,
+    STRUCTURAL_KEYS,
+    check_group,
+    complete_group,
+)
+from shardmuon.orthogonalize.coefficients import KELLER
+from shardmuon.planning.plan import Plan
+from shardmuon.rules import RULES
+from shardmuon.rules.adamw import init_adamw_state
+from shardmuon.runtime import Runtime
+
+__all__ = ["Muon", "StepStats"]
+
+
+class Muon(Optimizer):
+    r"""Muon that orthogonalizes every whole matrix on one owner rank; AdamW for the rest.
+
+    Arguments, names, defaults and arithmetic are those of :class:`torch.optim.Muon`. On one process
+    with fp32 parameters and ``ns_dtype=torch.bfloat16`` results are bit-equal to it; on several
+    ranks they are those of one process, whatever the sharding.
+
+    Args:
+        params: parameters, ``(name, parameter)`` pairs, or groups of either. Parameters are plain
+            tensors or DTensors (FSDP2) and must be final: build the optimizer after
+            ``fully_shard``. A group with ``algorithm="adamw"`` takes AdamW, with the defaults of
+            ``torch.optim.AdamW`` for keys that it does not give. Named parameters are planned and
+            reported by name.
+        lr: learning rate, a number or a one-element tensor.
+        weight_decay: decoupled decay, ``P <- P (1 - lr weight_decay)``.
+        momentum: weight of the past in the running average of gradients, in [0, 1).
+        nesterov: orthogonalize ``lerp(G, M, momentum)`` instead of ``M``.
+        ns_coefficients: ``(a, b, c)`` of the quintic.
+        eps: smallest Frobenius norm by which a matrix is divided.
+        ns_steps: Newton-Schulz iterations, 1 to 99.
+        adjust_lr_fn: ``None`` or ``"original"`` (factor ``sqrt(max(1, rows / cols))``), or
+            ``"match_rms_adamw"`` (``0.2 sqrt(max(rows, cols))``); of the global shape.
+        ns_dtype: dtype of Newton-Schulz and of what is exchanged: ``torch.bfloat16`` or
+            ``torch.float32``. ``None``: bf16 on CUDA, fp32 on CPU.
+        momentum_dtype: dtype of the momentum buffer; ``None``: the parameter's.
+        mesh: DeviceMesh over which *plain* tensors are replicated, so that its ranks share the
+            work. DTensors bring their own.
+        runtime: how steps run; see :class:`shardmuon.Runtime`.
+
+    Raises:
+        ValueError: a value out of range, a misspelt key, or a parameter that the group's algorithm
+            cannot take; the message names it.
+
+    All ranks of a mesh must call ``step`` together, with the same parameters. Everything else,
+    state dicts included, is local.
+    """
+
+    def __init__(  # noqa: PLR0913  (torch.optim.Muon's arguments)
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = KELLER,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        ns_dtype: torch.dtype | None = None,
+        momentum_dtype: torch.dtype | None = None,
+        mesh: DeviceMesh | None = None,
+        runtime: Runtime = Runtime(),  # noqa: B008  (frozen)
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "ns_dtype": ns_dtype,
+            "momentum_dtype": momentum_dtype,
+        }
+        if mesh is not None and not isinstance(mesh, DeviceMesh):
+            raise ValueError(f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}")
+        if not isinstance(runtime, Runtime):
+            raise ValueError(f"runtime must be a shardmuon.Runtime, got {runtime!r}")
+        check_group({"algorithm": MUON, "params": [], **defaults}, [])
+        self._engine = Engine(runtime, mesh)
+        super().__init__(params, defaults)
+
+    # -- a step ---------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step; collective over the meshes of the parameters.
+
+        closure: re-evaluates the model with gradients and returns the loss, which is returned.
+
+        Raises RuntimeError, the same on all ranks and with nothing changed, if ranks have
+        different plans, if a parameter has a gradient on some ranks only, or if a gradient is not
+        finite (`Runtime` says when). On GPUs such an error comes at the next `step()` or `check()`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._reconcile_state()
+        self._engine.step(self.param_groups, self.state)
+        return loss
+
+    def prepare(self) -> None:
+        """Make the plan and prove that all ranks made the same; collective. `step` does it too."""
+        self._reconcile_state()
+        self._engine.prepare(self.param_groups)
+
+    def check(self) -> None:
+        """Raise an error that a step on a GPU has found but not raised yet; waits for that step."""
+        self._engine.check()
+
+    @property
+    def plan(self) -> Plan:
+        """Who owns which matrix. Made locally, without a collective."""
+        return self._engine.plan(self.param_groups)
+
+    @property
+    def stats(self) -> StepStats:
+        """What the last step did on this rank."""
+        return self._engine.stats
+
+    @property
+    def runtime(self) -> Runtime:
+        """How steps run."""
+        return self._engine.runtime
+
+    # -- groups and state -----------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group and make its state; see the class for its keys. No collective."""
+        group = complete_group({**param_group, "params": _listed(param_group)}, self.defaults)
+        super().add_param_group(group)
+        try:
+            # The base class fills in the constructor's defaults, which are Muon's.
+            if group["algorithm"] == ADAMW:
+                for key in self.defaults.keys() - ADAMW_DEFAULTS.keys():
+                    del group[key]
+            names = parameter_names(self.param_groups)
+            check_group(group, names[-1])
+            _check_unique([name for names_of_group in names for name in names_of_group])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self._reconcile_state()
+
+    def state_dict(self) -> StateDict:
+        """As torch's: integer keys, this rank's shards. Local, and changes nothing."""
+        self._reconcile_state()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load ours, or that of `torch.optim.Muon` into an optimizer of muon groups only. Local.
+
+        Settings such as lr come from `state_dict`; keys that it does not have keep their values.
+        Raises ValueError, with nothing changed, if a group's algorithm differs.
+        """
+        self._reconcile_state()
+        _check_structure(self.param_groups, state_dict["param_groups"])
+        before = [dict(group) for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, old in zip(self.param_groups, before, strict=True):
+            for key, value in old.items():
+                group.setdefault(key, value)
+        self._restore_dtypes(state_dict)
+        self._reconcile_state()
+
+    def _restore_dtypes(self, state_dict: StateDict) -> None:
+        """Undo the base class's cast to the parameter's dtype: it costs fp32 momentum its bits."""
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for parameter, key in zip(group["params"], saved["params"], strict=True):
+                loaded = self.state.get(parameter, {})
+                if "momentum_buffer" in loaded:
+                    value = state_dict["state"][key]["momentum_buffer"]
+                    dtype = group["momentum_dtype"] or parameter.dtype
+                    moved = value.to(device=loaded["momentum_buffer"].device, dtype=dtype)
+                    loaded["momentum_buffer"] = moved.clone() if moved is value else moved
+                if "step" in loaded and isinstance(loaded["step"], Tensor):
+                    counter = init_adamw_state(local(parameter))["step"]
+                    loaded["step"] = counter.copy_(loaded["step"])
+
+    def _reconcile_state(self) -> None:
+        """Make state for trainable parameters without it; drop that of parameters in no group.
+
+        Frameworks replace a group's tensors after construction and tell nobody. State that is not
+        zero cannot follow them: which new tensor replaces which old one is not known.
+        """
+        members = {p: group for group in self.param_groups for p in group["params"]}
+        new = [p for p in members if p.requires_grad and p not in self.state]
+        dead = [p for p in self.state if p not in members]
+        if new and any(_is_nonzero(value) for p in dead for value in self.state[p].values()):
+            raise RuntimeError(
+                f"{len(dead)} parameters were replaced by other tensors after training had begun;"
+                " their optimizer state would be lost. Build the optimizer after the model is"
+                " wrapped, or load a state dict after replacing parameters"
+            )
+        for parameter in dead:
+            del self.state[parameter]
+        for parameter in new:
+            group = members[parameter]
+            if group["algorithm"] == ADAMW:
+                self.state[parameter] = init_adamw_state(parameter)
+            else:
+                self.state[parameter] = RULES[group["algorithm"]].init_state(parameter, group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_engine": self._engine}
+
+
+def _listed(param_group: dict[str, Any]) -> list[Any]:
+    """The group's parameters (or named parameters) as a list without duplicates."""
+    params = param_group["params"]
+    if isinstance(params, Tensor):
+        return [params]
+    if not isinstance(params, Iterable) or isinstance(params, (set, str)):
+        raise ValueError(f"params must be an ordered iterable of tensors, got {type(params)}")
+    listed = list(params)
+    tensors = [each[1] if isinstance(each, tuple) else each for each in listed]
+    if len({id(tensor) for tensor in tensors}) < len(tensors):
+        raise ValueError("params of a group name the same parameter twice")
+    return listed
+
+
+def _check_unique(names: Sequence[str]) -> None:
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"parameter names must be unique, given twice: {', '.join(twice[:8])}")
+
+
+def _check_structure(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
+    """Refuse a file whose groups are of another kind; torch's own files do not say theirs."""
+    for number, (group, other) in enumerate(zip(groups, saved, strict=False)):
+        foreign = {"algorithm": ADAMW if "betas" in other else MUON, **other}
+        for key in STRUCTURAL_KEYS:
+            if foreign[key] != group[key]:
+                raise ValueError(
+                    f"group {number} has {key}={group[key]!r}, the state dict {foreign[key]!r}"
+                )
+
+
+def _is_nonzero(value: Tensor) -> bool:
+    return bool(local(value).count_nonzero())

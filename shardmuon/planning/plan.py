@@ -1,0 +1,225 @@
+"""The plan: an immutable record of who owns which matrix and what is exchanged together.
+
+Owns the vocabulary of planning (`Matrix`, `Bucket`, `Plan`), the plan's checks of itself, its
+digest and its report. Makes no decision: that is `planner.py`. Moves nothing: that is `exchange/`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardmuon.planning.layout import Block, Coordinate, Layout, Mesh
+from shardmuon.planning.report import plan_report
+from shardmuon.planning.routes import ROW_STAT_BYTES, Route, make_route
+
+__all__ = ["Bucket", "Matrix", "Plan"]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix to orthogonalize, described by its global shape.
+
+    id: FQN, or `group.position` for unnamed parameters. layout: how the mesh holds it.
+    wire_dtype: name of the dtype in which its blocks and updates travel; wire_bytes: per element.
+    cost: FLOPs of its Newton-Schulz. settings: what else must agree between ranks (canonical text).
+    row_stats: the rule sends one float32 per row of the update along with it.
+    """
+
+    id: str
+    rows: int
+    cols: int
+    layout: Layout
+    wire_dtype: str
+    wire_bytes: int
+    cost: int
+    settings: str = ""
+    row_stats: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rows < 0 or self.cols < 0:
+            raise ValueError(f"{self.id}: negative shape {self.rows}x{self.cols}")
+
+    @property
+    def total_bytes(self) -> int:
+        """Wire bytes of the whole matrix."""
+        return self.rows * self.cols * self.wire_bytes
+
+    @property
+    def row_stat_elements(self) -> int:
+        """Wire elements that carry one row's statistic, 0 without."""
+        return ROW_STAT_BYTES // self.wire_bytes if self.row_stats else 0
+
+    def block_at(self, coordinate: Coordinate) -> Block:
+        """The rectangle held by the rank at `coordinate` of its mesh."""
+        return self.layout.block(self.rows, self.cols, coordinate)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Matrices exchanged together: one mesh, one set of sharded axes, one wire dtype.
+
+    owners: global rank that orthogonalizes each matrix, in the order of `matrices`.
+    """
+
+    matrices: tuple[Matrix, ...]
+    owners: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.matrices or len(self.matrices) != len(self.owners):
+            raise ValueError("a bucket needs one owner per matrix and at least one matrix")
+        first = self.matrices[0]
+        for matrix, owner in zip(self.matrices, self.owners, strict=True):
+            if owner not in matrix.layout.mesh.coordinates:
+                raise ValueError(f"{matrix.id}: owner {owner} is not in its mesh")
+            if lane(matrix) != lane(first):
+                raise ValueError(f"{matrix.id} cannot share a bucket with {first.id}")
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.matrices[0].layout.mesh
+
+    @property
+    def sharded_axes(self) -> tuple[int, ...]:
+        return self.matrices[0].layout.sharded_axes
+
+    @property
+    def replicated_axes(self) -> tuple[int, ...]:
+        return self.matrices[0].layout.replicated_axes
+
+    @property
+    def wire_dtype(self) -> str:
+        return self.matrices[0].wire_dtype
+
+    def route(self, rank: int, exchange: str) -> Route:
+        """What `rank` sends and receives for this bucket; `exchange` as in `Runtime`."""
+        owners = [self.mesh.coordinates[owner] for owner in self.owners]
+        return make_route(self.matrices, owners, self.mesh.coordinates[rank], exchange)
+
+
+def lane(matrix: Matrix) -> tuple[object, ...]:
+    """What matrices must share to travel in one message."""
+    layout = matrix.layout
+    return layout.mesh, layout.sharded_axes, layout.replicated_axes, matrix.wire_dtype
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Owners and buckets of all matrices of an optimizer that this rank takes part in.
+
+    buckets: in the order of execution, the same on all ranks of a mesh. exchange: as in Runtime.
+    settings: canonical text of everything else that the ranks of a mesh must share.
+    """
+
+    buckets: tuple[Bucket, ...]
+    exchange: str = "auto"
+    settings: str = ""
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for matrix, _ in self:
+            if matrix.id in seen:
+                raise ValueError(f"matrix ids must be unique, {matrix.id} is planned twice")
+            seen.add(matrix.id)
+
+    def __iter__(self) -> Iterator[tuple[Matrix, int]]:
+        """All (matrix, owner) pairs, bucket by bucket."""
+        for bucket in self.buckets:
+            yield from zip(bucket.matrices, bucket.owners, strict=True)
+
+    def __len__(self) -> int:
+        return sum(len(bucket.matrices) for bucket in self.buckets)
+
+    def owners(self) -> Mapping[str, int]:
+        """Owner (global rank) of each matrix, by matrix id."""
+        return {matrix.id: owner for matrix, owner in self}
+
+    @cached_property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """Meshes in the order in which their first bucket runs."""
+        return tuple(dict.fromkeys(bucket.mesh for bucket in self.buckets))
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """All global ranks that appear in a mesh, ascending."""
+        return tuple(sorted({rank for mesh in self.meshes for rank in mesh.ranks}))
+
+    def loads(self) -> dict[int, int]:
+        """Newton-Schulz FLOPs per step of each rank."""
+        loads = dict.fromkeys(self.ranks, 0)
+        for matrix, owner in self:
+            loads[owner] += matrix.cost
+        return loads
+
+    @property
+    def makespan(self) -> int:
+        """Largest load, in FLOPs."""
+        return max(self.loads().values(), default=0)
+
+    @property
+    def lower_bound(self) -> float:
+        """No plan of whole matrices can have a smaller makespan: max(mean load, largest matrix)."""
+        total = sum(matrix.cost for matrix, _ in self)
+        largest = max((matrix.cost for matrix, _ in self), default=0)
+        return max(total / max(1, len(self.ranks)), largest)
+
+    @property
+    def imbalance(self) -> float:
+        """Makespan over mean load; 1.0 is ideal."""
+        loads = self.loads().values()
+        total = sum(loads)
+        return self.makespan * len(loads) / total if total else 1.0
+
+    @cached_property
+    def _bytes(self) -> dict[int, tuple[int, int]]:
+        totals = dict.fromkeys(self.ranks, (0, 0))
+        for bucket in self.buckets:
+            for rank in bucket.mesh.ranks:
+                sent, received = bucket.route(rank, self.exchange).wire_elements()
+                size = bucket.matrices[0].wire_bytes
+                before = totals[rank]
+                totals[rank] = before[0] + sent * size, before[1] + received * size
+        return totals
+
+    def bytes_sent(self) -> dict[int, int]:
+        """Wire bytes that each rank sends to others in one step, padding included."""
+        return {rank: sent for rank, (sent, _) in self._bytes.items()}
+
+    def bytes_received(self) -> dict[int, int]:
+        """Wire bytes that each rank receives from others in one step, padding included."""
+        return {rank: received for rank, (_, received) in self._bytes.items()}
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex SHA-256 of the whole plan; equal plans and only they share it."""
+        return self.digest_of(self.meshes)
+
+    def digest_of(self, meshes: tuple[Mesh, ...]) -> str:
+        """Digest of the part of the plan that runs on `meshes`."""
+        text = json.dumps([self.exchange, self.settings, self.describe(meshes)])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def describe(self, meshes: tuple[Mesh, ...]) -> list[list[list[object]]]:
+        """Plain lists that say everything ranks must agree on for `meshes`, bucket by bucket."""
+        return [
+            [
+                [
+                    matrix.id,
+                    [matrix.rows, matrix.cols],
+                    matrix.wire_dtype,
+                    matrix.settings,
+                    [bucket.mesh.ranks, bucket.mesh.shape, matrix.layout.splits],
+                    owner,
+                ]
+                for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True)
+            ]
+            for bucket in self.buckets
+            if bucket.mesh in meshes
+        ]
+
+    def report(self) -> str:
+        """Human-readable table: ranks with load and bytes, then every matrix with its owner."""
+        return plan_report(self)

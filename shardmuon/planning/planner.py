@@ -1,0 +1,97 @@
+"""Makes plans: gives every matrix one owner and groups matrices into buckets.
+
+Owns the two decisions of planning. Owners: longest processing time first over all matrices at
+once, mesh by mesh, loads carried along. Buckets: each owner's matrices cut into portions of
+`bucket_bytes`; bucket k holds the k-th portion of every owner. Both are deterministic and do not
+depend on the order in which matrices are given.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from shardmuon.planning.layout import Mesh
+from shardmuon.planning.plan import Bucket, Matrix, Plan, lane
+
+__all__ = ["make_plan"]
+
+
+def make_plan(
+    matrices: Iterable[Matrix], *, exchange: str = "auto", bucket_bytes: int, settings: str = ""
+) -> Plan:
+    """Plan all `matrices`; see `Plan` for `exchange` and `settings`.
+
+    Meshes are planned from the largest to the smallest, so that ranks that share a large mesh
+    agree on it whatever smaller meshes each of them is in.
+    """
+    by_mesh: dict[Mesh, list[Matrix]] = defaultdict(list)
+    for matrix in matrices:
+        by_mesh[matrix.layout.mesh].append(matrix)
+    loads: dict[int, int] = defaultdict(int)
+    buckets: list[Bucket] = []
+    for mesh in sorted(by_mesh, key=lambda m: (-len(m.ranks), m.ranks, m.shape)):
+        owners = assign_owners(by_mesh[mesh], mesh.ranks, loads)
+        buckets += make_buckets(by_mesh[mesh], owners, bucket_bytes)
+    return Plan(tuple(buckets), exchange, settings)
+
+
+def assign_owners(
+    matrices: Sequence[Matrix], ranks: Sequence[int], loads: dict[int, int]
+) -> dict[str, int]:
+    """Owner of each matrix by longest processing time first; adds to `loads` (FLOPs per rank).
+
+    Ties between ranks go to the one with fewer matrices, then to the lower rank; between matrices
+    of one cost to the lower id, so that the result depends on names and not on order.
+    """
+    heap = [(loads[rank], 0, rank) for rank in ranks]
+    heapq.heapify(heap)
+    owners: dict[str, int] = {}
+    for matrix in sorted(matrices, key=_longest_first):
+        load, count, rank = heap[0]
+        owners[matrix.id] = rank
+        loads[rank] += matrix.cost
+        heapq.heapreplace(heap, (load + matrix.cost, count + 1, rank))
+    return owners
+
+
+def make_buckets(
+    matrices: Sequence[Matrix], owners: dict[str, int], bucket_bytes: int
+) -> list[Bucket]:
+    """Cut each owner's matrices into portions of at most `bucket_bytes` and align the portions.
+
+    Matrices that cannot travel in one message (other axes or wire dtype) never share a bucket.
+    A matrix larger than `bucket_bytes` is a portion of its own.
+    """
+    lanes: dict[tuple[object, ...], dict[int, list[Matrix]]] = defaultdict(dict)
+    for matrix in sorted(matrices, key=_longest_first):
+        lanes[lane(matrix)].setdefault(owners[matrix.id], []).append(matrix)
+    buckets: list[Bucket] = []
+    for _, queues in sorted(lanes.items(), key=lambda item: str(item[0])):
+        portions = {owner: _portions(queue, bucket_bytes) for owner, queue in queues.items()}
+        for number in range(max(map(len, portions.values()))):
+            members = [
+                (matrix, owner)
+                for owner in sorted(portions)
+                if number < len(portions[owner])
+                for matrix in portions[owner][number]
+            ]
+            buckets.append(Bucket(*map(tuple, zip(*members, strict=True))))
+    return buckets
+
+
+def _portions(queue: Sequence[Matrix], bucket_bytes: int) -> list[list[Matrix]]:
+    portions: list[list[Matrix]] = []
+    room = -1
+    for matrix in queue:
+        if matrix.total_bytes > room:
+            portions.append([])
+            room = bucket_bytes
+        portions[-1].append(matrix)
+        room -= matrix.total_bytes
+    return portions
+
+
+def _longest_first(matrix: Matrix) -> tuple[int, str]:
+    return -matrix.cost, matrix.id

@@ -1,0 +1,94 @@
+"""The plan as text for people: who owns what, with load, imbalance and bytes.
+
+Reads a plan and formats it; decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardmuon.planning.plan import Plan
+
+__all__ = ["plan_report", "table"]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a left-aligned text table with a rule under its header."""
+    widths = [max(len(line[i]) for line in (header, *rows)) for i in range(len(header))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in (header, ["-" * width for width in widths], *rows)
+    ]
+
+
+def plan_report(plan: Plan) -> str:
+    """Summary, one row per rank, one row per matrix, and warnings in words."""
+    loads, sent, received = plan.loads(), plan.bytes_sent(), plan.bytes_received()
+    counts = dict.fromkeys(plan.ranks, 0)
+    for _, owner in plan:
+        counts[owner] += 1
+    lines = [
+        f"plan {plan.digest[:12]}: {len(plan)} matrices on {len(plan.ranks)} rank(s) in"
+        f" {len(plan.buckets)} bucket(s), imbalance {plan.imbalance:.3f}"
+        f" (lower bound {_bound(plan):.3f}), exchange {plan.exchange}",
+        "",
+    ]
+    lines += table(
+        ("rank", "matrices", "load GFLOP", "of mean", "sent MB", "received MB"),
+        [
+            (
+                str(rank),
+                str(counts[rank]),
+                f"{loads[rank] / 1e9:.3f}",
+                f"{loads[rank] / _mean(plan):.3f}",
+                f"{sent[rank] / 1e6:.3f}",
+                f"{received[rank] / 1e6:.3f}",
+            )
+            for rank in plan.ranks
+        ],
+    )
+    lines += ["", *_matrix_table(plan), *_warnings(plan)]
+    return "\n".join(lines)
+
+
+def _matrix_table(plan: Plan) -> list[str]:
+    rows = [
+        (
+            matrix.id,
+            f"{matrix.rows}x{matrix.cols}",
+            matrix.layout.describe(),
+            str(owner),
+            str(number),
+            matrix.wire_dtype,
+            f"{matrix.cost / 1e9:.3f}",
+        )
+        for number, bucket in enumerate(plan.buckets)
+        for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True)
+    ]
+    header = ("matrix", "shape", "layout", "owner", "bucket", "wire", "GFLOP")
+    return table(header, sorted(rows))
+
+
+def _mean(plan: Plan) -> float:
+    return max(1.0, sum(plan.loads().values()) / max(1, len(plan.ranks)))
+
+
+def _bound(plan: Plan) -> float:
+    return plan.lower_bound / _mean(plan) if len(plan) else 1.0
+
+
+def _warnings(plan: Plan) -> list[str]:
+    """What limits this plan, in words."""
+    lines = []
+    largest = max((matrix for matrix, _ in plan), key=lambda m: m.cost, default=None)
+    if largest is not None and largest.cost > 1.001 * _mean(plan):
+        lines.append(
+            f"warning: {largest.id} alone costs {largest.cost / _mean(plan):.2f} times the mean"
+            " load, so it sets the time of a step; more ranks will not help"
+        )
+    idle = [str(rank) for rank, load in plan.loads().items() if load == 0]
+    if idle and len(plan):
+        lines.append(f"warning: {len(idle)} rank(s) own no matrix: {', '.join(idle[:16])}")
+    return ["", *lines] if lines else []

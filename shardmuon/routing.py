@@ -1,0 +1,176 @@
+"""Which parameter takes which rule, and why.
+
+Owns the default rule of `param_groups` and its overrides. A parameter goes to Muon only for a
+positive reason (it is the weight of a hidden linear layer); everything unknown goes to AdamW and
+is listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardmuon.groups import ADAMW, MUON, clean_fqn
+from shardmuon.planning.report import table
+
+__all__ = ["ParamGroups", "Routed", "param_groups"]
+
+HEAD_NAMES = frozenset(
+    {
+        "lm_head",
+        "head",
+        "output",
+        "output_projection",
+        "embed_out",
+        "unembed",
+        "classifier",
+        "score",
+    }
+)
+ROUTER_NAMES = frozenset({"gate", "router"})
+
+
+@dataclass(frozen=True)
+class Routed:
+    """One parameter's way: rule is the group key `algorithm`; shape is global."""
+
+    name: str
+    shape: tuple[int, ...]
+    rule: str
+    reason: str
+
+
+class ParamGroups(list[dict[str, Any]]):
+    """Groups ready for `Muon`, with the table that says how they came about."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], routed: Sequence[Routed]) -> None:
+        super().__init__(groups)
+        self.table: tuple[Routed, ...] = tuple(routed)
+
+    def report(self) -> str:
+        """The table as text."""
+        rows = [(r.name, "x".join(map(str, r.shape)), r.rule, r.reason) for r in self.table]
+        return "\n".join(table(("parameter", "shape", "rule", "reason"), rows))
+
+
+def param_groups(
+    model: nn.Module,
+    *,
+    muon: Mapping[str, Any] | None = None,
+    adamw: Mapping[str, Any] | None = None,
+    to_muon: Sequence[str] = (),
+    to_adamw: Sequence[str] = (),
+) -> ParamGroups:
+    """Sort the trainable parameters of `model` into groups for `Muon`.
+
+    Matrices of hidden layers take Muon. Embeddings (by module type), the output head, norms,
+    biases, routers and everything that is not the weight of a linear layer take AdamW; vectors and
+    scalars among them without weight decay. A tied weight appears once, as what its first name
+    says, or as an embedding or head if any name does.
+
+    muon, adamw: group keys for either kind. to_muon, to_adamw: patterns (`*` and `?`, as in
+    `fnmatch`) on parameter names without wrapper prefixes; they override the default rule.
+
+    Raises ValueError if a pattern matches nothing, if a parameter matches both kinds, if a
+    parameter that is not a matrix is sent to Muon, or if no parameter at all takes Muon.
+    """
+    uses = _uses(model)
+    names = [name for name, _ in uses.values()]
+    for pattern in (*to_muon, *to_adamw):
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"pattern {pattern!r} matches no parameter")
+    routed: list[Routed] = []
+    groups: dict[tuple[str, bool], list[tuple[str, Tensor]]] = {}
+    for parameter, (name, modules) in uses.items():
+        rule, reason = _overridden(name, parameter, to_muon, to_adamw) or _default(
+            parameter, modules, model
+        )
+        routed.append(Routed(name, tuple(parameter.shape), rule, reason))
+        decays = rule == MUON or parameter.ndim >= 2
+        groups.setdefault((rule, decays), []).append((name, parameter))
+    if not any(each.rule == MUON for each in routed):
+        raise ValueError(
+            "no parameter takes Muon: the model has no 2-D weight of a hidden nn.Linear (flattened"
+            " FSDP1 parameters have none); name matrices with to_muon=[...]"
+        )
+    return ParamGroups(_group_dicts(groups, muon or {}, adamw or {}), routed)
+
+
+def _group_dicts(
+    groups: Mapping[tuple[str, bool], list[tuple[str, Tensor]]],
+    muon: Mapping[str, Any],
+    adamw: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    dicts: list[dict[str, Any]] = []
+    for (rule, decays), params in sorted(groups.items(), key=lambda item: item[0], reverse=True):
+        keys = dict(muon if rule == MUON else adamw)
+        if not decays:
+            keys["weight_decay"] = 0.0
+        dicts.append({**keys, "params": params, "algorithm": rule})
+    return dicts
+
+
+Use = tuple[str, list[tuple[str, nn.Module]]]
+
+
+def _uses(model: nn.Module) -> dict[Tensor, Use]:
+    """Each trainable parameter with its first FQN and all (module FQN, module) that hold it."""
+    uses: dict[Tensor, Use] = {}
+    for raw, module in model.named_modules():
+        prefix = clean_fqn(raw)
+        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.requires_grad:
+                name = clean_fqn(f"{prefix}.{own}" if prefix else own)
+                uses.setdefault(parameter, (name, []))[1].append((prefix, module))
+    return uses
+
+
+def _overridden(
+    name: str, parameter: Tensor, to_muon: Sequence[str], to_adamw: Sequence[str]
+) -> tuple[str, str] | None:
+    matched = {
+        rule: next((p for p in patterns if fnmatchcase(name, p)), None)
+        for rule, patterns in ((MUON, to_muon), (ADAMW, to_adamw))
+    }
+    if matched[MUON] is not None and matched[ADAMW] is not None:
+        raise ValueError(
+            f"{name} matches {matched[MUON]!r} (to_muon) and {matched[ADAMW]!r} (to_adamw)"
+        )
+    if matched[MUON] is not None:
+        if parameter.ndim != 2:
+            raise ValueError(
+                f"{name} has shape {tuple(parameter.shape)}, Muon takes matrices only; it matches"
+                f" {matched[MUON]!r} (to_muon)"
+            )
+        return MUON, f"matches {matched[MUON]!r}"
+    if matched[ADAMW] is not None:
+        return ADAMW, f"matches {matched[ADAMW]!r}"
+    return None
+
+
+def _default(
+    parameter: Tensor, modules: Sequence[tuple[str, nn.Module]], model: nn.Module
+) -> tuple[str, str]:
+    """(rule, reason) by the kinds of module that hold the parameter."""
+    if any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for _, module in modules):
+        return ADAMW, "embedding"
+    output = _output_embedding(model)
+    last = [prefix.rpartition(".")[2] for prefix, _ in modules]
+    if parameter.ndim < 2:
+        return ADAMW, "vector or scalar"
+    if any(module is output for _, module in modules) or HEAD_NAMES & set(last):
+        return ADAMW, "output head"
+    if ROUTER_NAMES & set(last):
+        return ADAMW, "router"
+    if parameter.ndim == 2 and all(isinstance(module, nn.Linear) for _, module in modules):
+        return MUON, "weight of a hidden linear layer"
+    return ADAMW, f"unknown {parameter.ndim}-D parameter of {type(modules[0][1]).__name__}"
+
+
+def _output_embedding(model: nn.Module) -> object:
+    getter = getattr(model, "get_output_embeddings", None)
+    return getter() if callable(getter) else None

@@ -1,0 +1,88 @@
+"""The interface between a rule and the exchange.
+
+A rule sees a local `Shard` before and after the exchange and one whole matrix in between. It never
+sees ranks, meshes or buckets, and so inherits every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Commit", "Shard", "UpdateRule", "wide"]
+
+Group = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's block of one matrix: plain local tensors, any of them may be empty.
+
+    parameter: [block rows, block cols]. gradient: likewise, its own dtype, never written.
+    state: local tensors by state key. group: the live parameter group. rows, cols: global shape.
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    state: Mapping[str, Tensor]
+    group: Group
+    rows: int
+    cols: int
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Writes results, unless the ranks agreed not to take this step.
+
+    accepted: None if the host already knows that the step is taken; else a bool tensor [] on the
+    device. A refused step *selects* the old values: multiplying by zero would keep NaN.
+    """
+
+    accepted: Tensor | None = None
+
+    def write(self, target: Tensor, value: Tensor) -> None:
+        """Set `target` to `value` (rounded to its dtype) in place."""
+        if self.accepted is not None:
+            value = torch.where(self.accepted, value.to(target.dtype), target)
+        target.copy_(value)
+
+
+class UpdateRule(Protocol):
+    """One way to update a matrix through an orthogonalized whole.
+
+    row_stats: `orthogonalize` also returns one float32 per row, which then reaches `apply`.
+    """
+
+    row_stats: bool
+
+    def init_state(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
+        """New state, placed like `parameter`. No collective."""
+        ...
+
+    def prepare(self, shard: Shard, commit: Commit) -> Tensor:
+        """Advance the state and return this block of the matrix to orthogonalize."""
+        ...
+
+    def orthogonalize(self, whole: Tensor, group: Group) -> tuple[Tensor, Tensor | None]:
+        """whole: fresh [rows, cols] or [n, rows, cols] in the wire dtype; may be overwritten.
+
+        Returns the update in that shape and, with `row_stats`, float32 [..., rows].
+        """
+        ...
+
+    def apply(self, shard: Shard, update: Tensor, row_stats: Tensor | None, commit: Commit) -> None:
+        """Write the parameter. update: [block rows, block cols]; row_stats: [block rows]."""
+        ...
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """`tensor` in float32 if it is bf16 or fp16, itself otherwise.
+
+    Elementwise bf16 kernels give other bits on a shard than on the whole (vector body and scalar
+    tail round differently); computing in float32 and rounding once does not.
+    """
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor

@@ -1,0 +1,414 @@
+"""The configuration of a training run: one tree of frozen dataclasses, equal to one YAML file.
+
+Owns every key, its type, range, default and meaning (the class docstrings are the reference page).
+Must not read files (`load.py` does), must not import torch, and changes no value in silence.
+A word used below: *sequence* is one training sample of `data.sequence_length` tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, get_type_hints
+
+from shardmuon.runtime import Runtime
+
+__all__ = [
+    "Accumulation",
+    "AdamWGroups",
+    "Checkpointing",
+    "Clipping",
+    "Config",
+    "Data",
+    "Evaluation",
+    "Logging",
+    "Mesh",
+    "Model",
+    "MuonGroups",
+    "OptimizerSection",
+    "Precision",
+    "Range",
+    "Schedule",
+    "Section",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """Allowed numbers of a key: bounds are None where open, `*_open` excludes the bound itself."""
+
+    low: float | None = None
+    high: float | None = None
+    low_open: bool = False
+    high_open: bool = False
+
+    def __str__(self) -> str:
+        if self.low is not None and self.high is not None:
+            left, right = "(["[not self.low_open], ")]"[not self.high_open]
+            return f"in {left}{self.low}, {self.high}{right}"
+        if self.low is not None:
+            return f"{'above' if self.low_open else 'at least'} {self.low}"
+        return f"{'below' if self.high_open else 'at most'} {self.high}"
+
+    def holds(self, value: float) -> bool:
+        """True if `value` is inside."""
+        if not math.isfinite(value):
+            return False
+        if self.low is not None and (value < self.low or (self.low_open and value == self.low)):
+            return False
+        return not (
+            self.high is not None and (value > self.high or (self.high_open and value == self.high))
+        )
+
+
+Count = Annotated[int, Range(low=1)]
+CountOrZero = Annotated[int, Range(low=0)]
+Positive = Annotated[float, Range(low=0, low_open=True)]
+NotNegative = Annotated[float, Range(low=0)]
+Fraction = Annotated[float, Range(low=0, high=1)]
+Decay = Annotated[float, Range(low=0, high=1, high_open=True)]
+
+
+def _range_of(hint: Any) -> Range | None:
+    """The Range in an annotation, also inside a union such as `Positive | None`."""
+    for meta in getattr(hint, "__metadata__", ()):
+        if isinstance(meta, Range):
+            return meta
+    for part in getattr(hint, "__args__", ()):
+        found = _range_of(part)
+        if found is not None:
+            return found
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Base of all sections: checks numeric ranges, however the section was made."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self), include_extras=True)
+        for entry in dataclasses.fields(self):
+            limits = _range_of(hints[entry.name])
+            if limits is None:
+                continue
+            value = getattr(self, entry.name)
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is not None and not limits.holds(number):
+                    raise ValueError(f"{entry.name}: got {number!r}, expected a number {limits}")
+        self.check()
+
+    def check(self) -> None:
+        """Rules between keys; raises ValueError whose text starts with `key: `."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Section):
+    """A Llama-style transformer.
+
+    vocab_size: number of token ids; 256 or more for bytes.
+    dim: width of the residual stream.
+    layers: number of transformer blocks.
+    heads: attention heads; each has dim / heads channels, which must be even.
+    kv_heads: key and value heads, shared by groups of heads; must divide `heads`.
+    hidden: width of the gated MLP.
+    tied_head: use the embedding matrix as the output head.
+    rope_theta: base of the rotary position frequencies.
+    norm_eps: added to the mean square in RMSNorm.
+    init_std: standard deviation of initial weights; output projections are divided by
+        sqrt(2 layers) on top.
+    """
+
+    vocab_size: Count = 256
+    dim: Count = 128
+    layers: Count = 4
+    heads: Count = 4
+    kv_heads: Count = 2
+    hidden: Count = 384
+    tied_head: bool = False
+    rope_theta: Positive = 10000.0
+    norm_eps: Positive = 1e-5
+    init_std: Positive = 0.02
+
+    def check(self) -> None:
+        if self.dim % self.heads or (self.dim // self.heads) % 2:
+            raise ValueError(
+                f"heads: got {self.heads} for dim {self.dim}, "
+                "expected dim / heads to be an even whole number"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"kv_heads: got {self.kv_heads}, expected a divisor of heads ({self.heads})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data(Section):
+    """Where tokens come from. Training and validation never share a file.
+
+    source: "stdlib" reads the Python standard library's own .py files as bytes; "text" reads
+        `files` as bytes; "tokens" maps `files` as flat binary token ids, without a header.
+    files: glob patterns (`**` allowed) for "text" and "tokens".
+    validation_files: glob patterns of the files to validate on; empty takes a share of `files`.
+    validation_fraction: share of files held out, chosen by a hash of their names, when
+        `validation_files` is empty. At least one file is held out.
+    token_dtype: integer type of the ids in "tokens" files, little-endian.
+    sequence_length: tokens that the model sees at once.
+    batch_sequences: sequences in one optimizer step, over all ranks and accumulation steps.
+    """
+
+    source: Literal["stdlib", "text", "tokens"] = "stdlib"
+    files: tuple[str, ...] = ()
+    validation_files: tuple[str, ...] = ()
+    validation_fraction: Annotated[float, Range(low=0, high=1, low_open=True, high_open=True)] = (
+        0.05
+    )
+    token_dtype: Literal["uint16", "uint32"] = "uint16"
+    sequence_length: Count = 256
+    batch_sequences: Count = 32
+
+    def check(self) -> None:
+        if self.source == "stdlib" and (self.files or self.validation_files):
+            raise ValueError("files: got patterns, expected none with source 'stdlib'")
+        if self.source != "stdlib" and not self.files:
+            raise ValueError(f"files: got none, expected patterns for source '{self.source}'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonGroups(Section):
+    """Settings of the matrices of hidden layers under Muon; as in `torch.optim.Muon`.
+
+    lr: peak learning rate; the schedule scales it.
+    weight_decay: decoupled decay, multiplied by the learning rate.
+    momentum: share of the old momentum that is kept.
+    nesterov: look one step ahead along the momentum.
+    ns_coefficients: a, b, c of the Newton-Schulz polynomial.
+    eps: least norm that a matrix is divided by.
+    ns_steps: Newton-Schulz iterations.
+    adjust_lr_fn: scale by shape; null and "original" mean sqrt(max(1, rows / columns)),
+        "match_rms_adamw" means 0.2 sqrt(max(rows, columns)).
+    ns_dtype: type in which Newton-Schulz runs; null is bfloat16 on CUDA and float32 on CPU.
+    momentum_dtype: type of the momentum buffer; null is the parameter's type.
+    """
+
+    lr: NotNegative = 1e-3
+    weight_decay: NotNegative = 0.1
+    momentum: Decay = 0.95
+    nesterov: bool = True
+    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    eps: Positive = 1e-7
+    ns_steps: Annotated[int, Range(low=1, high=99)] = 5
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
+    ns_dtype: Literal["float32", "bfloat16"] | None = None
+    momentum_dtype: Literal["float32", "bfloat16"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWGroups(Section):
+    """Settings of the parameters under AdamW; as in `torch.optim.AdamW`.
+
+    lr: peak learning rate; the schedule scales it.
+    betas: decay of the averages of the gradient and of its square.
+    eps: added to the root of the averaged square.
+    weight_decay: decoupled decay of embeddings, heads and matrices; norms and biases have none.
+    """
+
+    lr: NotNegative = 1e-3
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    eps: NotNegative = 1e-8
+    weight_decay: NotNegative = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSection(Section):
+    """Which optimizer, and its settings.
+
+    name: "muon" puts matrices of hidden layers under Muon and all else under AdamW, in one
+        optimizer; "adamw" puts everything under `torch.optim.AdamW`, for comparison.
+    to_muon: name patterns (`*` allowed) of parameters to put under Muon all the same.
+    to_adamw: name patterns of parameters to put under AdamW all the same.
+    """
+
+    name: Literal["muon", "adamw"] = "muon"
+    muon: MuonGroups = field(default_factory=MuonGroups)
+    adamw: AdamWGroups = field(default_factory=AdamWGroups)
+    runtime: Runtime = field(default_factory=Runtime)
+    to_muon: tuple[str, ...] = ()
+    to_adamw: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        if self.name == "adamw" and (self.to_muon or self.to_adamw):
+            raise ValueError("name: got 'adamw' with to_muon or to_adamw, expected 'muon'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(Section):
+    """How long to train and how the learning rate of every group is scaled.
+
+    steps: optimizer steps of the whole run.
+    kind: "cosine" falls from the peak right after the warm-up; "stable" (warm-up, stable, decay)
+        stays at the peak and falls linearly in the last `decay_steps`.
+    warmup_steps: steps of linear warm-up; the first step has 1 / warmup_steps of the peak.
+    decay_steps: length of the final fall of "stable".
+    final: share of the peak that is left at the end.
+    stop_at: end this run after that step, as if interrupted, with a checkpoint; null runs to
+        `steps`. The schedule itself does not change.
+    """
+
+    steps: Count = 300
+    kind: Literal["cosine", "stable"] = "cosine"
+    warmup_steps: CountOrZero = 20
+    decay_steps: CountOrZero = 0
+    final: Fraction = 0.1
+    stop_at: Count | None = None
+
+    def check(self) -> None:
+        used = self.warmup_steps + (self.decay_steps if self.kind == "stable" else 0)
+        if used > self.steps:
+            raise ValueError(
+                f"warmup_steps: got {used} steps of warm-up and decay, "
+                f"expected at most steps ({self.steps})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision(Section):
+    """Number formats. Parameters and optimizer state are kept in float32.
+
+    compute: type of forward and backward.
+    reduce: type in which gradients are summed over ranks.
+    """
+
+    compute: Literal["float32", "bfloat16"] = "float32"
+    reduce: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulation(Section):
+    """Gradient accumulation.
+
+    steps: forward and backward passes per optimizer step; each takes
+        data.batch_sequences / (ranks x steps) sequences on each rank.
+    """
+
+    steps: Count = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clipping(Section):
+    """Gradient clipping.
+
+    max_norm: largest global gradient norm; null does not clip.
+    """
+
+    max_norm: Positive | None = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mesh(Section):
+    """Devices and ranks.
+
+    device: "auto" takes CUDA if there is a GPU.
+    ranks: number of ranks that must be there; null takes what torchrun started. More than one
+        rank shards the model over all of them (FSDP2 on a 1-D mesh).
+    timeout_s: seconds after which a collective that waits for a lost rank is an error.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    ranks: Count | None = None
+    timeout_s: Positive = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(Section):
+    """Validation loss on a fixed set of sequences, the same for any number of ranks.
+
+    every: steps between evaluations; 0 evaluates at the end only.
+    sequences: sequences evaluated, evenly spread over the validation files.
+    """
+
+    every: CountOrZero = 100
+    sequences: Count = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpointing(Section):
+    """Checkpoints, in the folder `checkpoints` of `logging.directory`.
+
+    every: steps between checkpoints; 0 saves at the end only.
+    keep_last: how many of the newest checkpoints to keep; null keeps all.
+    resume: "auto" continues from the newest checkpoint if there is one; "none" starts anew and
+        refuses a folder that has checkpoints; anything else is the path of a checkpoint.
+    """
+
+    every: CountOrZero = 100
+    keep_last: Count | None = None
+    resume: str = "auto"
+
+    def check(self) -> None:
+        if not self.resume:
+            raise ValueError("resume: got '', expected auto, none or the path of a checkpoint")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logging(Section):
+    """What is written and shown.
+
+    directory: folder of the run: metrics.jsonl and checkpoints/.
+    every: steps between lines of metrics.
+    progress: "bar" is a live bar, "lines" prints plain lines, "none" nothing; "auto" is a bar on
+        a terminal and lines elsewhere.
+    """
+
+    directory: str = "runs/default"
+    every: Count = 10
+    progress: Literal["auto", "bar", "lines", "none"] = "auto"
+
+    def check(self) -> None:
+        if not self.directory:
+            raise ValueError("directory: got '', expected a folder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Section):
+    """The whole run.
+
+    seed: of initial weights, data order and random numbers.
+    """
+
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    schedule: Schedule = field(default_factory=Schedule)
+    precision: Precision = field(default_factory=Precision)
+    accumulation: Accumulation = field(default_factory=Accumulation)
+    clipping: Clipping = field(default_factory=Clipping)
+    mesh: Mesh = field(default_factory=Mesh)
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    checkpoint: Checkpointing = field(default_factory=Checkpointing)
+    logging: Logging = field(default_factory=Logging)
+    seed: Annotated[int, Range(low=0, high=2**31 - 1)] = 0
+
+    def check(self) -> None:
+        if self.data.source != "tokens" and self.model.vocab_size < 256:
+            raise ValueError(
+                f"model.vocab_size: got {self.model.vocab_size}, expected at least 256 for bytes"
+            )
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise ValueError if this run cannot be made by `ranks` ranks."""
+        if self.mesh.ranks not in (None, ranks):
+            raise ValueError(
+                f"mesh.ranks: got {self.mesh.ranks}, but torchrun started {ranks}; "
+                "expected null or that number"
+            )
+        share = ranks * self.accumulation.steps
+        if self.data.batch_sequences % share:
+            raise ValueError(
+                f"data.batch_sequences: got {self.data.batch_sequences}, expected a multiple of "
+                f"ranks x accumulation.steps = {ranks} x {self.accumulation.steps} = {share}"
+            )
+
+    def micro_batch_sequences(self, ranks: int) -> int:
+        """Sequences in one forward pass of one rank."""
+        return self.data.batch_sequences // (ranks * self.accumulation.steps)

@@ -1,0 +1,252 @@
+"""From a YAML file and `key.path=value` arguments to a checked `Config`.
+
+Owns YAML reading (numbers by the YAML 1.2 rule, so that `1e-4` is a number and `off` is text),
+type checks and the text of input errors. Must not import torch or start anything: bad input ends
+here, before a process group exists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from shardmuon.training.config import Config
+
+__all__ = ["ConfigError", "as_tree", "differences", "load"]
+
+T = TypeVar("T")
+
+
+class ConfigError(Exception):
+    """The user's input is wrong; the text is one line that says where, what came, what was
+    expected."""
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with the scalar rules of YAML 1.2 and without duplicate keys."""
+
+
+# https://yaml.org/spec/1.2.2/#1032-tag-resolution. PyYAML's own rules are YAML 1.1: `1e-4` is
+# text there, `off` is False, `1:30` is 90 and `012` is 10.
+_SCALARS = (
+    ("null", r"~|null|Null|NULL|", ("~", "n", "N", "")),
+    ("bool", r"true|True|TRUE|false|False|FALSE", tuple("tTfF")),
+    ("int", r"[-+]?[0-9]+", tuple("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        tuple("-+0123456789."),
+    ),
+)
+_Loader.yaml_implicit_resolvers = {}
+for _name, _pattern, _first in _SCALARS:
+    _Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_name}", re.compile(rf"^(?:{_pattern})$"), list(_first)
+    )
+
+
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    return int(node.value)
+
+
+def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        if key.value in seen:
+            raise yaml.MarkedYAMLError(
+                problem=f"key '{key.value}' twice", problem_mark=key.start_mark
+            )
+        seen.add(key.value)
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read the YAML file at `path`, apply `key.path=value` overrides and check everything.
+
+    Raises ConfigError.
+    """
+    name = str(path)
+    tree = _read(Path(path), name)
+    config = _convert(Config, tree, "", name)
+    if overrides:
+        for argument in overrides:
+            _override(tree, argument)
+        config = _convert(Config, tree, "", "command line")
+    assert isinstance(config, Config)
+    return config
+
+
+def as_tree(section: Any) -> dict[str, Any]:
+    """A section as nested dicts, lists, numbers and text, ready for JSON; `load` reads it back."""
+    tree: dict[str, Any] = {}
+    for entry in dataclasses.fields(section):
+        value = getattr(section, entry.name)
+        if dataclasses.is_dataclass(value):
+            value = as_tree(value)
+        tree[entry.name] = list(value) if isinstance(value, tuple) else value
+    return tree
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> list[str]:
+    """Lines `key.path: old -> new` for all values that differ between two trees."""
+    lines = []
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            lines += differences(before, after, f"{where}{key}.")
+        elif before != after:
+            lines.append(f"{where}{key}: {before} -> {after}")
+    return lines
+
+
+def _parse(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(
+            f"{source}: {place}not valid YAML ({problem}); "
+            "expected `key: value` lines, equally indented inside a section"
+        ) from None
+
+
+def _read(path: Path, name: str) -> dict[Any, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(f"{name}: cannot be read ({reason}); expected a YAML file") from None
+    tree = _parse(text, name)
+    if tree is None:
+        raise ConfigError(f"{name}: the file is empty; expected sections such as `model:`")
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{name}: got {_show(tree)}, expected sections such as `model:`")
+    return tree
+
+
+def _override(tree: dict[Any, Any], argument: str) -> None:
+    """Put one `key.path=value` into the raw tree, in place."""
+    path, equals, text = argument.partition("=")
+    keys = path.split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"command line: got '{argument}', expected key.path=value")
+    node = tree
+    for depth, key in enumerate(keys[:-1], 1):
+        if node.get(key) is None:
+            node[key] = {}
+        node = node[key]
+        if not isinstance(node, dict):
+            raise ConfigError(
+                f"command line: {path}: unknown key, {'.'.join(keys[:depth])} is not a section"
+            )
+    node[keys[-1]] = _parse(text, f"command line: {path}")
+
+
+def _convert(section: type[T], tree: Any, where: str, source: str) -> T:
+    """Make the dataclass `section` from a raw tree; `where` is its key path with a final dot."""
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"{source}: {where[:-1]}: got {_show(tree)}, expected a section with keys"
+        )
+    hints = get_type_hints(section, include_extras=True)
+    values: dict[str, Any] = {}
+    for key, raw in tree.items():
+        if key not in hints:
+            raise ConfigError(f"{source}: {where}{key}: unknown key; {_nearest(key, where, hints)}")
+        values[key] = _value(hints[key], raw, f"{where}{key}", source)
+    try:
+        return section(**values)
+    except ValueError as error:
+        text = str(error).removeprefix("runtime.")
+        raise ConfigError(f"{source}: {where}{text}") from None
+
+
+def _nearest(key: Any, where: str, hints: dict[str, Any]) -> str:
+    """Advice for an unknown key: the nearest here, else the nearest anywhere, else all here."""
+    here = {name: f"{where}{name}" for name in hints}
+    everywhere = {path.rpartition(".")[2]: path for path in _paths(Config, "")}
+    for names in (here, everywhere):
+        close = difflib.get_close_matches(str(key).replace("-", "_"), names, n=1, cutoff=0.6)
+        if close:
+            return f"the nearest valid key is {names[close[0]]}"
+    return f"expected one of {', '.join(here.values())}"
+
+
+def _paths(section: type, where: str) -> list[str]:
+    found = []
+    for key, hint in get_type_hints(section).items():
+        found.append(where + key)
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+            found += _paths(hint, f"{where}{key}.")
+    return found
+
+
+def _value(hint: Any, raw: Any, where: str, source: str) -> Any:
+    """Check `raw` against a type annotation; returns the value to store (tuples for lists)."""
+    if get_origin(hint) is Annotated:
+        return _value(get_args(hint)[0], raw, where, source)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return _convert(hint, raw, f"{where}.", source)
+    if get_origin(hint) in (Union, types.UnionType):
+        if raw is None and type(None) in get_args(hint):
+            return None
+        inner = next(part for part in get_args(hint) if part is not type(None))
+        return _value(inner, raw, where, source)
+    if get_origin(hint) is tuple:
+        return _items(hint, raw, where, source)
+    if get_origin(hint) is Literal:
+        accepted = isinstance(raw, str) and raw in get_args(hint)
+    elif hint is float:
+        accepted = isinstance(raw, int | float) and not isinstance(raw, bool)
+    else:
+        accepted = isinstance(raw, hint) and not (hint is int and isinstance(raw, bool))
+    if not accepted:
+        raise ConfigError(f"{source}: {where}: got {_show(raw)}, expected {_describe(hint)}")
+    return float(raw) if hint is float else raw
+
+
+def _items(hint: Any, raw: Any, where: str, source: str) -> tuple[Any, ...]:
+    """A list against `tuple[X, ...]` or `tuple[X, Y]`."""
+    parts = get_args(hint)
+    if not isinstance(raw, list):
+        raise ConfigError(f"{source}: {where}: got {_show(raw)}, expected a list, as in [a, b]")
+    if parts[-1] is Ellipsis:
+        parts = (parts[0],) * len(raw)
+    if len(parts) != len(raw):
+        raise ConfigError(f"{source}: {where}: got {len(raw)} values, expected {len(parts)}")
+    return tuple(
+        _value(part, item, f"{where}[{i}]", source)
+        for i, (part, item) in enumerate(zip(parts, raw, strict=True))
+    )
+
+
+def _describe(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(str(choice) for choice in get_args(hint))
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[hint]
+
+
+def _show(raw: Any) -> str:
+    kinds = {bool: "true/false", int: "a whole number", float: "a number", str: "text"}
+    if raw is None:
+        return "nothing (null)"
+    if isinstance(raw, dict):
+        return "a section"
+    if isinstance(raw, list):
+        return "a list"
+    return f"{str(raw)!r} ({kinds.get(type(raw), type(raw).__name__)})"

@@ -1,0 +1,202 @@
+"""The training loop: steps, evaluation, checkpoints, metrics.
+
+Owns the order of what happens in a run. Must not know how an optimizer works or how a checkpoint
+is stored, and calls collectives only through the functions of `gradients` and `exchange`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardmuon.checkpoint import publish, state
+from shardmuon.exchange import collectives
+from shardmuon.muon import Muon
+from shardmuon.training import batches, gradients, optimizers, place, resume, schedule
+from shardmuon.training.config import Config
+from shardmuon.training.data import Corpus
+from shardmuon.training.metrics import MetricsFile, PhaseTimer, memory_bytes
+from shardmuon.training.optimizers import Built
+from shardmuon.training.place import Place
+from shardmuon.training.progress import Progress
+
+__all__ = ["Parts", "Trainer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a run is made of."""
+
+    config: Config
+    place: Place
+    corpus: Corpus
+    model: nn.Module
+    built: Built
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """Numbers of one step, on the device; `update_rms` is None if the step is not logged."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    update_rms: float | None
+
+
+class Trainer:
+    """Runs the steps from `first_step` to the end of the run.
+
+    `step` is the number of optimizer steps done; the step that runs has that index.
+    """
+
+    def __init__(
+        self, parts: Parts, first_step: int, metrics: MetricsFile, progress: Progress
+    ) -> None:
+        self.config, self.place, self.corpus = parts.config, parts.place, parts.corpus
+        self.model, self.built = parts.model, parts.built
+        self.optimizer = parts.built.optimizer
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.step = first_step
+        self.last_step = min(self.config.schedule.stop_at or math.inf, self.config.schedule.steps)
+        self.scheduler = schedule.build(self.optimizer, self.config.schedule, first_step)
+        self.metrics, self.progress = metrics, progress
+        self.timer = PhaseTimer(self.place.device)
+        self.validation_loss = math.nan
+        self._evaluated = self._saved = -1
+
+    def run(self) -> None:
+        """Train to the end; evaluates and saves there too."""
+        config = self.config
+        while self.step < self.last_step:
+            logged = (self.step + 1) % config.logging.every == 0 or self.step == 0
+            with self.timer.phase("step"):
+                result = self._train_step(logged)
+            self.step += 1
+            self.progress.advance()
+            if logged:
+                self._log(result)
+            if config.evaluation.every and self.step % config.evaluation.every == 0:
+                self.evaluate()
+            if config.checkpoint.every and self.step % config.checkpoint.every == 0:
+                self.save()
+        if self._evaluated != self.step:
+            self.evaluate()
+        if self._saved != self.step:
+            self.save()
+
+    def _train_step(self, logged: bool) -> StepResult:
+        with self.timer.phase("forward_backward"):
+            loss = self._accumulate()
+            norm = gradients.clip_(self.parameters, self.config.clipping.max_norm)
+        lr = optimizers.group_lrs(self.optimizer)
+        size = gradients.UpdateSize(self.built.matrices) if logged else None
+        with self.timer.phase("optimizer"):
+            self.optimizer.step()
+        self.lr = lr
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return StepResult(loss=loss, grad_norm=norm, update_rms=size.rms() if size else None)
+
+    def _accumulate(self) -> Tensor:
+        """Forward and backward over this rank's share of the global batch; its mean loss."""
+        count = self.config.accumulation.steps
+        total = torch.zeros((), device=self.place.device)
+        for micro_step in range(count):
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_gradient_sync(micro_step == count - 1)
+            inputs, targets = batches.micro_batch(
+                self.corpus.train, self.config, self.place, self.step, micro_step
+            )
+            loss = self._token_losses(inputs, targets).mean() / count
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def _token_losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Cross entropy in nats of every token: [B, T] float32."""
+        with place.autocast(self.model, self.place.device, self.config.precision):
+            logits: Tensor = self.model(inputs)
+        return F.cross_entropy(
+            logits.float().flatten(0, 1), targets.flatten(), reduction="none"
+        ).view(targets.shape)
+
+    def _log(self, result: StepResult) -> None:
+        """Write and show the numbers of the step just done."""
+        loss = float(collectives.all_reduce_sum_(result.loss)) / self.place.ranks
+        if not math.isfinite(loss) and self.config.optimizer.runtime.nonfinite == "error":
+            raise RuntimeError(f"the training loss of step {self.step} is {loss}")
+        seconds = self.timer.take()
+        data = self.config.data
+        speed = data.batch_sequences * data.sequence_length / seconds["step"]
+        norm = float(result.grad_norm)
+        self.metrics.write(
+            "train",
+            self.step,
+            loss=loss,
+            grad_norm=norm,
+            update_rms=result.update_rms,
+            lr=self.lr,
+            seconds=seconds,
+            tokens_per_s=speed,
+            memory_bytes=memory_bytes(self.place.device),
+        )
+        self.progress.show(
+            {
+                "loss": f"{loss:.3f}",
+                "tok/s": f"{speed:,.0f}",
+                "lr": f"{next(iter(self.lr.values())):.2e}",
+                "gnorm": f"{norm:.2f}",
+            }
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        """Mean validation loss over all ranks, into metrics and `validation_loss`."""
+        self.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=self.place.device)  # loss, sequences
+        for inputs, targets, weights in batches.validation_batches(
+            self.corpus.validation, self.config, self.place
+        ):
+            losses = self._token_losses(inputs, targets).mean(dim=1)
+            sums += torch.stack(((losses * weights).sum(), weights.sum())).double()
+        self.model.train()
+        total, count = collectives.all_reduce_sum_(sums).tolist()
+        loss = self.validation_loss = total / count
+        bits = loss / math.log(2) if self.corpus.is_bytes else None
+        self.metrics.write("evaluate", self.step, loss=loss, bits_per_byte=bits)
+        self.progress.say(f"step {self.step}  validation {self.describe_validation()}")
+        self._evaluated = self.step
+
+    def describe_validation(self) -> str:
+        """The last validation loss in words."""
+        unit = "byte" if self.corpus.is_bytes else "token"
+        bits = self.validation_loss / math.log(2)
+        return f"loss {self.validation_loss:.4f} ({bits:.3f} bits per {unit})"
+
+    def save(self) -> None:
+        """Publish a checkpoint of the state after `step` steps, if there is none yet."""
+        if isinstance(self.optimizer, Muon):
+            self.optimizer.check()
+        folder = resume.checkpoint_folder(self.config)
+        if not publish.final_path(folder, self.step).exists():
+            extra = resume.extra(
+                self.config,
+                self.corpus.fingerprint,
+                optimizers.group_lrs(self.optimizer),
+                self.step,
+            )
+            path = state.save(
+                folder,
+                self.step,
+                self.model,
+                self.optimizer,
+                extra,
+                keep_last=self.config.checkpoint.keep_last,
+            )
+            self.progress.say(f"step {self.step}  saved {path}")
+        self._saved = self.step

@@ -1,0 +1,92 @@
+"""From the optimizer section to an optimizer over a model's parameters.
+
+Owns the choice between Muon and AdamW with all else equal: the same routing decides which
+parameters decay, and which matrices the update size is reported for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardmuon.muon import Muon
+from shardmuon.routing import ParamGroups, param_groups
+from shardmuon.training.config import MuonGroups, OptimizerSection
+from shardmuon.training.load import ConfigError
+
+__all__ = ["Built", "build", "check", "group_lrs"]
+
+_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """An optimizer, the matrices of hidden layers among its parameters, and its routing table."""
+
+    optimizer: torch.optim.Optimizer
+    matrices: list[Tensor]
+    routing: str
+
+
+def check(model: nn.Module, config: OptimizerSection) -> None:
+    """Raise ConfigError if the patterns do not fit the model; makes nothing."""
+    try:
+        groups = _groups(model, config)
+    except ValueError as error:
+        raise ConfigError(f"optimizer: {error}") from None
+    if config.name == "muon" and not _matrices(model, groups):
+        raise ConfigError(
+            "optimizer.name: got 'muon', but no parameter of the model is a matrix of a hidden "
+            "layer (see optimizer.to_muon and to_adamw); expected one at least, or 'adamw'"
+        )
+
+
+def build(model: nn.Module, config: OptimizerSection, device: torch.device) -> Built:
+    """Make the optimizer over the parameters as they are now: call it after sharding."""
+    groups = _groups(model, config)
+    if config.name == "muon":
+        optimizer: torch.optim.Optimizer = Muon(groups, runtime=config.runtime)
+        matrices = _matrices(model, groups)
+    else:
+        plain = [{k: v for k, v in group.items() if k != "algorithm"} for group in groups]
+        optimizer = torch.optim.AdamW(plain, fused=device.type == "cuda")
+        matrices = _matrices(model, param_groups(model))
+    return Built(optimizer=optimizer, matrices=matrices, routing=groups.report())
+
+
+def group_lrs(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Learning rate of each group, under its algorithm and position."""
+    return {
+        f"{group.get('algorithm', 'adamw')}.{position}": float(group["lr"])
+        for position, group in enumerate(optimizer.param_groups)
+    }
+
+
+def _groups(model: nn.Module, config: OptimizerSection) -> ParamGroups:
+    adamw = dataclasses.asdict(config.adamw)
+    if config.name == "adamw":
+        return param_groups(model, adamw=adamw, to_adamw=["*"])
+    return param_groups(
+        model,
+        muon=_muon_settings(config.muon),
+        adamw=adamw,
+        to_muon=config.to_muon,
+        to_adamw=config.to_adamw,
+    )
+
+
+def _muon_settings(config: MuonGroups) -> dict[str, Any]:
+    settings = dataclasses.asdict(config)
+    for key in ("ns_dtype", "momentum_dtype"):
+        if settings[key] is not None:
+            settings[key] = _TYPES[settings[key]]
+    return settings
+
+
+def _matrices(model: nn.Module, groups: ParamGroups) -> list[Tensor]:
+    named = dict(model.named_parameters())
+    return [named[row.name] for row in groups.table if row.rule == "muon"]

@@ -1,0 +1,87 @@
+"""Which checkpoint a run continues from, and what has changed since.
+
+Owns the meaning of `checkpoint.resume`. Reads only names and manifests, so that a wrong path is
+refused before a process group exists. Must not import torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardmuon.checkpoint import publish
+from shardmuon.training.config import Config
+from shardmuon.training.load import ConfigError, as_tree, differences
+
+__all__ = ["Resume", "checkpoint_folder", "extra", "resolve"]
+
+# How a run is watched or cut short changes nothing of what it computes.
+_IRRELEVANT = ("checkpoint.", "logging.", "schedule.stop_at", "mesh.timeout_s", "evaluation.")
+# The tensors of a checkpoint fit only these.
+_FIXED = ("model.", "optimizer.name", "optimizer.to_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume:
+    """Where to continue: `path` is None at step 0. `changes` are lines for the user."""
+
+    path: Path | None = None
+    step: int = 0
+    changes: tuple[str, ...] = ()
+
+
+def checkpoint_folder(config: Config) -> Path:
+    """Folder of this run's checkpoints."""
+    return Path(config.logging.directory) / "checkpoints"
+
+
+def extra(config: Config, fingerprint: str, lrs: dict[str, float], step: int) -> dict[str, Any]:
+    """What a manifest holds besides tensors and groups. `step` steps are done.
+
+    Schedule and data order are pure functions of step and seed, so the next step is their state.
+    """
+    return {
+        "schedule": {"next_step": step, "lr": lrs},
+        "data": {"next_step": step, "seed": config.seed, "fingerprint": fingerprint},
+        "config": as_tree(config),
+    }
+
+
+def resolve(config: Config, fingerprint: str, ranks: int) -> Resume:
+    """Find and check the checkpoint to resume from. Raises ConfigError or CheckpointError."""
+    folder = checkpoint_folder(config)
+    wanted = config.checkpoint.resume
+    newest = publish.newest(folder)
+    if wanted == "none":
+        if newest is not None:
+            raise ConfigError(
+                f"checkpoint.resume: got 'none', but {folder} holds {newest.name}; expected "
+                "checkpoint.resume=auto to continue it, or another logging.directory"
+            )
+        return Resume()
+    path = newest if wanted == "auto" else Path(wanted)
+    if path is None:
+        return Resume()
+    manifest = publish.read_manifest(path)
+    if manifest["world_size"] != ranks:
+        raise ConfigError(
+            f"checkpoint.resume: {path} was written by {manifest['world_size']} ranks, "
+            f"this run has {ranks}; expected the same number"
+        )
+    return Resume(
+        path=path, step=manifest["step"], changes=_changes(path, manifest, config, fingerprint)
+    )
+
+
+def _changes(
+    path: Path, manifest: dict[str, Any], config: Config, fingerprint: str
+) -> tuple[str, ...]:
+    lines = differences(manifest["config"], as_tree(config))
+    for line in lines:
+        if line.startswith(_FIXED):
+            raise ConfigError(f"checkpoint.resume: {path} does not fit, {line}; expected no change")
+    changes = [line for line in lines if not line.startswith(_IRRELEVANT)]
+    if manifest["data"]["fingerprint"] != fingerprint:
+        changes.append("data: other files or sizes, so the order of samples is not the same")
+    return tuple(changes)

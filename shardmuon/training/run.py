@@ -1,0 +1,139 @@
+"""One training run from a checked configuration.
+
+Owns the two halves of a start: `prepare` checks all that can be wrong with the user's input
+without starting anything, `run` makes the process group, builds the parts and trains.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from shardmuon.checkpoint import publish, state
+from shardmuon.exchange import collectives
+from shardmuon.muon import Muon
+from shardmuon.training import data, optimizers, place, progress, resume
+from shardmuon.training.config import Config
+from shardmuon.training.load import ConfigError, as_tree
+from shardmuon.training.loop import Parts, Trainer
+from shardmuon.training.metrics import MetricsFile
+from shardmuon.training.model import CausalLM, build
+from shardmuon.training.place import Place
+
+__all__ = ["Prepared", "prepare", "resume_command", "run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A run whose input is known to be good; no process group exists yet."""
+
+    config: Config
+    corpus: data.Corpus
+    model: CausalLM
+    device: torch.device
+    start: resume.Resume
+
+
+def prepare(config: Config) -> Prepared:
+    """Find data, model, device and checkpoint. Raises ConfigError."""
+    device = place.choose_device(config.mesh)
+    corpus = data.open_corpus(config.data, config.model.vocab_size)
+    try:
+        start = resume.resolve(config, corpus.fingerprint, place.ranks_started())
+    except publish.CheckpointError as error:
+        raise ConfigError(f"checkpoint.resume: {error}") from None
+    model = build(config.model, config.seed)
+    optimizers.check(model, config.optimizer)
+    return Prepared(config=config, corpus=corpus, model=model, device=device, start=start)
+
+
+def run(prepared: Prepared, arguments: Sequence[str]) -> None:
+    """Train; `arguments` are those of the command line, for the resume command."""
+    config = prepared.config
+    here = place.start(config.mesh, prepared.device)
+    torch.manual_seed(config.seed + here.rank)
+    _agree(prepared.start)
+    model = place.spread(prepared.model, here, config.precision)
+    built = optimizers.build(model, config.optimizer, here.device)
+    if prepared.start.path is not None:
+        state.load(prepared.start.path, model, built.optimizer)
+    parts = Parts(config=config, place=here, corpus=prepared.corpus, model=model, built=built)
+    _announce(prepared, parts)
+    folder = Path(config.logging.directory)
+    metrics = MetricsFile(folder / "metrics.jsonl" if here.first else None)
+    metrics.write("start", prepared.start.step, ranks=here.ranks, config=as_tree(config))
+    bar = progress.Progress(
+        progress.choose(config.logging.progress, here.first),
+        prepared.start.step,
+        config.schedule.steps,
+    )
+    trainer = Trainer(parts, prepared.start.step, metrics, bar)
+    trainer.run()
+    bar.close()
+    metrics.close()
+    if here.first and config.logging.progress != "none":
+        _conclude(trainer, arguments)
+    collectives.barrier()
+    collectives.stop()
+
+
+def _agree(start: resume.Resume) -> None:
+    """All ranks must have found the same checkpoint; they look before they can talk."""
+    found = collectives.gather_objects((str(start.path), start.step))
+    if len(set(found)) > 1:
+        raise RuntimeError(
+            f"the ranks found different checkpoints to resume from ({found}); expected one folder "
+            "that all machines see under logging.directory"
+        )
+
+
+def _announce(prepared: Prepared, parts: Parts) -> None:
+    """Print what will be trained, and how the optimizer's work is shared."""
+    here, optimizer = parts.place, parts.built.optimizer
+    if isinstance(optimizer, Muon):
+        optimizer.prepare()
+    if not here.first or prepared.config.logging.progress == "none":
+        return
+    size = sum(p.numel() for p in parts.model.parameters())
+    print(f"model: {size:,} parameters; {here.ranks} rank(s) on {here.device.type}")
+    print(f"data: {prepared.corpus.description}")
+    if prepared.corpus.is_bytes:
+        bits = data.entropy_bits(prepared.corpus.validation)
+        print(f"order-0 entropy of the validation text: {bits:.3f} bits per byte")
+    print(parts.built.routing)
+    if isinstance(optimizer, Muon):
+        print(optimizer.plan.report())
+    if prepared.start.path is not None:
+        print(f"resuming from {prepared.start.path} after step {prepared.start.step}")
+        for line in prepared.start.changes:
+            print(f"  changed since: {line}")
+    print(flush=True)
+
+
+def _conclude(trainer: Trainer, arguments: Sequence[str]) -> None:
+    config = trainer.config
+    folder = Path(config.logging.directory)
+    newest = publish.newest(resume.checkpoint_folder(config))
+    print(f"\nstep {trainer.step} of {config.schedule.steps}: {trainer.describe_validation()}")
+    print(f"metrics      {folder / 'metrics.jsonl'}")
+    print(f"checkpoint   {newest}")
+    if trainer.step < config.schedule.steps:
+        print(f"resume       {resume_command(config, arguments, trainer.place)}")
+    else:
+        longer = [*arguments, f"schedule.steps={2 * config.schedule.steps}"]
+        print(f"train longer {resume_command(config, longer, trainer.place)}")
+
+
+def resume_command(config: Config, arguments: Sequence[str], here: Place) -> str:
+    """The shell command that continues this run."""
+    dropped = ("checkpoint.resume=", "schedule.stop_at=")
+    kept = [a for a in arguments if not a.startswith(dropped)]
+    kept = list({a.partition("=")[0]: a for a in kept}.values())
+    if config.schedule.stop_at is not None:
+        kept.append("schedule.stop_at=null")
+    launcher = "python" if here.ranks == 1 else place.launcher()
+    return f"{launcher} {shlex.join(['train.py', *kept, 'checkpoint.resume=auto'])}"

@@ -1,0 +1,1 @@
+"""Tests of shardmuon, named by subject."""

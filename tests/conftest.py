@@ -1,0 +1,58 @@
+"""Fixtures of all tests: the pools of ranks, one torch thread, and the count of skipped tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import ranks
+
+
+class Worlds(ranks.RankPools):
+    """Pools that skip, and so count, a case whose world needs more GPUs than there are."""
+
+    def _call(
+        self, world: int, function: Any, arguments: tuple[object, ...], limit: float
+    ) -> list[Any]:
+        if ranks.backend() == "nccl" and world > ranks.gpus():
+            pytest.skip(f"needs {world} GPUs, there are {ranks.gpus()}")
+        return super()._call(world, function, arguments, limit)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker and fix the thread count that bit-equality rests on."""
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip GPU tests where no GPU is."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print how many tests were skipped, also when it is none."""
+    skipped = len(terminalreporter.stats.get("skipped", []))
+    terminalreporter.write_line(f"skipped tests: {skipped} (ranks over {ranks.backend()})")
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Worlds]:
+    """Pools of ranks, each started by the first test that needs its world size."""
+    worlds = Worlds()
+    yield worlds
+    worlds.stop()
+
+
+@pytest.fixture
+def shared_folder(tmp_path: Path) -> str:
+    """A folder that all ranks can write to, as a string that travels to them."""
+    return str(tmp_path)

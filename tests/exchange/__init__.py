@@ -1,0 +1,1 @@
+"""Tests of what ranks do together: layouts, traffic, faults, saved state."""

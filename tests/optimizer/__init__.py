@@ -1,0 +1,1 @@
+"""Tests of the optimizer: rule, state, settings, routing, plan."""
