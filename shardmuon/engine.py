@@ -108,21 +108,33 @@ class Engine:
 
     def plan(self, groups: Sequence[Group]) -> Plan:
         """The plan for `groups`, made anew if anything that it depends on has changed."""
-        return self._prepare_locally(groups)[0].plan
+        return self._prepare_locally(self._entries(groups))[0].plan
 
     def prepare(self, groups: Sequence[Group]) -> None:
         """Plan and prove on the host that the ranks of every mesh made the same plan."""
-        prepared, _ = self._prepare_locally(groups)
+        prepared, _ = self._prepare_locally(self._entries(groups))
         self._agreement.compare(prepared.plan, prepared.parts)
 
     def check(self) -> None:
         """Raise what the last step on a GPU found out and could not say without a stall."""
         self._agreement.raise_deferred()
 
-    def _prepare_locally(self, groups: Sequence[Group]) -> tuple[Prepared, bool]:
+    def _entries(self, groups: Sequence[Group]) -> list[Entry]:
+        """All trainable parameters, group by group."""
+        meshes: dict[DeviceMesh | None, Mesh] = {}
+        entries = []
+        for group, names in zip(groups, parameter_names(groups), strict=True):
+            for fqn, parameter in zip(names, group["params"], strict=True):
+                if parameter.requires_grad:
+                    device_mesh = device_mesh_of(parameter, self.default_mesh)
+                    if device_mesh not in meshes:
+                        meshes[device_mesh] = planning_mesh(device_mesh)
+                    entries.append(Entry(fqn, parameter, group, meshes[device_mesh]))
+        return entries
+
+    def _prepare_locally(self, entries: Sequence[Entry]) -> tuple[Prepared, bool]:
         """(prepared plan, whether it is new). No collective."""
-        entries = list(_entries(groups, self.default_mesh))
-        key = tuple(_settings(entry.group, entry) for entry in entries)
+        key = tuple((entry.fqn, _settings(entry.group)) for entry in entries)
         old = self._prepared
         if (
             old is not None
@@ -165,7 +177,7 @@ class Engine:
             wire_dtype=str(dtype).removeprefix("torch."),
             wire_bytes=dtype.itemsize,
             cost=newton_schulz_flops(rows, cols, entry.group["ns_steps"]),
-            settings=_settings(entry.group, None),
+            settings=_settings(entry.group),
             row_stats=RULES[entry.group["algorithm"]].row_stats,
         )
 
@@ -204,8 +216,8 @@ class Engine:
         """Advance all parameters and states by one step, or leave everything as it was."""
         before = sum(collectives.calls.values())
         self._agreement.raise_deferred()
-        prepared, is_new = self._prepare_locally(groups)
-        entries = list(_entries(groups, self.default_mesh))
+        entries = self._entries(groups)
+        prepared, is_new = self._prepare_locally(entries)
         agreed = self._agreement.open(prepared.plan, prepared.parts, entries, is_new)
         tally = Tally()
         if not agreed.refused:
@@ -278,18 +290,6 @@ class _Step:
         return entry.fqn in self.missing, torch.zeros_like(local(entry.parameter))
 
 
-def _entries(groups: Sequence[Group], default_mesh: DeviceMesh | None) -> Iterator[Entry]:
-    """All trainable parameters, group by group."""
-    meshes: dict[DeviceMesh | None, Mesh] = {}
-    for group, names in zip(groups, parameter_names(groups), strict=True):
-        for fqn, parameter in zip(names, group["params"], strict=True):
-            if parameter.requires_grad:
-                device_mesh = device_mesh_of(parameter, default_mesh)
-                if device_mesh not in meshes:
-                    meshes[device_mesh] = planning_mesh(device_mesh)
-                yield Entry(fqn, parameter, group, meshes[device_mesh])
-
-
 def _is_matrix(entry: Entry) -> bool:
     return entry.group["algorithm"] in RULES
 
@@ -303,11 +303,10 @@ def _ns_dtype(entry: Entry) -> torch.dtype:
     return torch.bfloat16 if on_gpu else torch.float32
 
 
-def _settings(group: Group, entry: Entry | None) -> str:
+def _settings(group: Group) -> str:
     """Canonical text of what shapes the plan and the wire; lr and the like may change freely."""
     keys = ("algorithm", "ns_coefficients", "ns_steps", "eps", "ns_dtype")
-    values = [str(group.get(key)) for key in keys]
-    return json.dumps([*values, entry.fqn] if entry is not None else values)
+    return json.dumps([str(group.get(key)) for key in keys])
 
 
 def _mesh_parts(

@@ -45,6 +45,13 @@ class Net(nn.Module):
         self.lm_head = nn.Linear(8, 11, bias=False)
         self.use_spare = False
 
+    @property
+    def spare_weight(self) -> nn.Parameter:
+        """The matrix that forward uses only if `use_spare` is set."""
+        weight = self.spare["proj"].weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed_tokens(tokens)
         for block in self.blocks:
@@ -90,7 +97,7 @@ def spread_gradients(model: nn.Module, step: int) -> None:
     """Give every parameter a gradient that depends on its name's position and `step` alone."""
     for index, p in enumerate(model.parameters()):
         generator = torch.Generator().manual_seed(100 * step + index)
-        gradient = torch.randn(p.shape, generator=generator).to(p.device)
+        gradient = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
         if isinstance(p, DTensor):
             gradient = distribute_tensor(gradient, p.device_mesh, p.placements, src_data_rank=None)
         p.grad = gradient

@@ -119,7 +119,7 @@ def digest(tensors: Sequence[Tensor]) -> str:
     sha = hashlib.sha256()
     for tensor in tensors:
         sha.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        sha.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        sha.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()
 
 

@@ -118,7 +118,9 @@ def _serve(rank: int, world: int, folder: str, connection: Connection) -> None:
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=GROUP_TIMEOUT_S),
+        device_id=torch.device("cuda", rank) if backend() == "nccl" else None,
     )
+    gc.freeze()  # torch's own objects make every later collection slow
     connection.send_bytes(pickle.dumps(None))
     while True:
         try:
@@ -164,7 +166,9 @@ class _Pool:
                 self._processes.append(process)
         self._collect(time.monotonic() + 2 * LIMIT_S)
 
-    def call(self, function: Callable[..., T], arguments: tuple[object, ...], limit_s: float) -> Any:
+    def call(
+        self, function: Callable[..., T], arguments: tuple[object, ...], limit_s: float
+    ) -> Any:
         """Answers of all ranks in rank order, RankError objects included; may kill the pool."""
         message = pickle.dumps((function, arguments))
         for connection in self._connections:

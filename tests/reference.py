@@ -77,7 +77,7 @@ class Rule:
         m = beta * m + (1 - beta) * g
         u = (1 - beta) * g + beta * m if self.nesterov else m
         p = p * (1 - self.lr * self.weight_decay)
-        factor = self.lr * scale(*p.shape, mode=self.adjust_lr_fn)
+        factor = self.lr * scale(p.shape[0], p.shape[1], self.adjust_lr_fn)
         return p - factor * newton_schulz(u, eps=self.eps), m
 
     def run(self, p: Array, gradients: Iterable[Array]) -> tuple[Array, Array]:

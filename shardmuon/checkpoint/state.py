@@ -6,7 +6,9 @@ a value. Group settings go into the manifest. All functions are called by all ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,8 @@ def save(
         publish.open_temporary(root, step)
     collectives.barrier()
     tensors, groups = _collect(model, optimizer)
-    dcp.save(tensors, checkpoint_id=temporary, no_dist=not collectives.is_initialized())
+    with _alone_is_meant():
+        dcp.save(tensors, checkpoint_id=temporary)
     if first:
         manifest = {"step": step, "world_size": collectives.world_size(), "groups": groups}
         publish.publish(temporary, {**manifest, **extra})
@@ -73,13 +76,22 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
         )
     tensors, groups = _collect(model, optimizer)
     _compare_groups(path, manifest["groups"], groups)
-    dcp.load(tensors, checkpoint_id=path, no_dist=not collectives.is_initialized())
+    with _alone_is_meant():
+        dcp.load(tensors, checkpoint_id=path)
     set_model_state_dict(model, tensors["model"])
     settings = get_optimizer_state_dict(model, optimizer)["param_groups"]
     set_optimizer_state_dict(
         model, optimizer, {"state": tensors["optimizer"], "param_groups": settings}
     )
     _restore_random(tensors["random"])
+
+
+@contextmanager
+def _alone_is_meant() -> Iterator[None]:
+    """Without a process group DCP warns that it works in a single process, even if told to."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _collect(

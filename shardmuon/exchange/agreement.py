@@ -114,7 +114,10 @@ class Agreement:
             empty = local(parameters[name]).numel() == 0 or (gradient is None and not absent)
             presence.append(Presence(name, absent, empty))
         nonfinite = self._nonfinite([gradients[name] for name in part.fqns])
-        header = exchange_header(part.digest, presence, part.device, part.groups, nonfinite)
+        timeout_s = self.runtime.timeout_s
+        header = exchange_header(
+            part.digest, presence, part.device, part.groups, nonfinite, timeout_s
+        )
         return header, presence
 
     def _nonfinite(self, gradients: Sequence[Tensor | None]) -> Tensor | None:

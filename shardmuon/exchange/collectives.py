@@ -107,11 +107,12 @@ def all_reduce_sum_(tensor: Tensor, group: Group = None) -> Tensor:
     return tensor
 
 
-def all_reduce_max_(tensor: Tensor, group: Group = None) -> Tensor:
-    """Elementwise maximum of `tensor` over `group`, in place; returns it."""
+def all_reduce_max_(tensor: Tensor, group: Group = None, timeout_s: float | None = None) -> Tensor:
+    """Elementwise maximum of `tensor` over `group`, in place; returns it. See `Work.wait`."""
     if world_size(group) > 1:
         calls["all_reduce"] += 1
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
+        handle = dist.all_reduce(tensor, dist.ReduceOp.MAX, group, async_op=True)
+        Work(handle, tensor).wait(timeout_s)
     return tensor
 
 

@@ -65,6 +65,7 @@ def exchange_header(
     device: torch.device,
     groups: Sequence[collectives.Group],
     nonfinite: Tensor | None = None,
+    timeout_s: float | None = None,
 ) -> Tensor:
     """Agree along the mesh's axes, whose process groups are `groups`; uint8 [HEADER_BYTES].
 
@@ -78,11 +79,13 @@ def exchange_header(
         if not parameter.empty:
             start = _MISSING.start if parameter.missing else _PRESENT.start
             mine[start + index % SLOTS] = 1
-    header = torch.frombuffer(mine, dtype=torch.uint8).to(device)
+    header = torch.frombuffer(mine, dtype=torch.uint8)
+    if device.type == "cuda":  # a copy from pageable memory would wait for the device
+        header = header.pin_memory().to(device, non_blocking=True)
     if nonfinite is not None:
         header[_FINITE] = nonfinite
     for group in groups:
-        collectives.all_reduce_max_(header, group)
+        collectives.all_reduce_max_(header, group, timeout_s)
     return header
 
 

@@ -71,10 +71,8 @@ def start_hop(hop: Hop, buffer: Tensor, group: collectives.Group) -> Leg:
     return Leg(work, mine)
 
 
-def start_share(share: Share, cargo: Cargo, like: Tensor, group: collectives.Group) -> Leg:
-    """All-gather the updates in `cargo` along a replicated axis; `like` gives dtype and device."""
-    buffer = like.new_zeros(share.padded)
-    pack(share.parts[share.index], cargo, buffer)
+def start_share(share: Share, buffer: Tensor, group: collectives.Group) -> Leg:
+    """All-gather `buffer`, this rank's part padded to `share.padded`, along a replicated axis."""
     gathered, work = collectives.all_gather(buffer, group)
 
     def everyones() -> Cargo:

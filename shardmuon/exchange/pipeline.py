@@ -25,7 +25,7 @@ from shardmuon.exchange.legs import (
     start_share,
 )
 from shardmuon.planning.plan import Bucket
-from shardmuon.planning.routes import Hop, Parcel, Route
+from shardmuon.planning.routes import Hop, Parcel, Route, gather_size
 from shardmuon.rules import Commit, Shard, UpdateRule
 
 __all__ = ["Member", "Passage", "Tally", "Transit", "run_buckets"]
@@ -76,32 +76,30 @@ class Transit:
     def depart(self) -> None:
         """Phases 1 and 2: advance every state, pack the blocks and start towards the owners."""
         route = self.passage.route
-        departing = {parcel.matrix: parcel for parcel in route.departing}
         hop = route.hops[0] if route.hops else None
-        buffer = self._buffer(hop, route.departing)
+        buffer = self._buffer(hop.buffer_elements if hop else gather_size(route.departing))
         places = dict(_places(route.departing, buffer))
         for index, member in enumerate(self.members):
             if not member.missing:
                 block = member.rule.prepare(member.shard, self.commit)
-                if index in departing:
+                if index in places:
                     places[index].view(block.shape).copy_(block)
-            elif index in departing:
-                places[index].zero_()
         if hop is None:
             self.cargo = {(p.matrix, p.origin): places[p.matrix] for p in route.departing}
         else:
-            self.leg = self._start(hop, buffer)
+            self._start(hop, buffer)
 
     def orthogonalize(self) -> None:
         """Finish phase 2, run phase 3 on the owned matrices and start phase 4."""
-        self._arrive_hop()
+        self._arrive()
         for hop in self.passage.route.hops[1:]:
             self._send(hop)
-            self._arrive_hop()
-        whole = {index: self._assemble(index, ps) for index, ps in self.passage.route.owned}
+            self._arrive()
+        owned = dict(self.passage.route.owned)
+        whole = {index: self._assemble(index, parcels) for index, parcels in owned.items()}
         self.cargo = {}
         for index, update, row_stats in self._updates(whole):
-            for parcel in self._owned_parcels(index):
+            for parcel in owned[index]:
                 self.cargo[index, parcel.origin] = self._cut(parcel, update, row_stats)
         if self.passage.route.hops:
             self._send(self.passage.route.hops[-1].backwards())
@@ -109,15 +107,16 @@ class Transit:
     def apply(self) -> None:
         """Finish phase 4 and run phase 5 on this rank's block of every matrix."""
         route = self.passage.route
-        self._arrive_hop()
+        self._arrive()
         for hop in reversed(route.hops[:-1]):
             self._send(hop.backwards())
-            self._arrive_hop()
+            self._arrive()
         for share in route.shares:
-            like = torch.empty(0, dtype=self.passage.dtype, device=self._device)
-            self.leg = start_share(share, self.cargo, like, self.passage.groups[share.axis])
+            buffer = self._buffer(share.padded)
+            pack(share.parts[share.index], self.cargo, buffer)
+            self.leg = start_share(share, buffer, self.passage.groups[share.axis])
             self._count(*share.wire_elements())
-            self._arrive_hop()
+            self._arrive()
         for parcel in route.held:
             member = self.members[parcel.matrix]
             elements = self.cargo.pop((parcel.matrix, parcel.origin))
@@ -131,26 +130,21 @@ class Transit:
     def _device(self) -> torch.device:
         return self.members[0].shard.parameter.device
 
-    def _buffer(self, hop: Hop | None, parcels: Iterable[Parcel]) -> Tensor:
-        """Zeroed where padding would otherwise send uninitialized memory."""
-        if hop is not None and hop.table:
-            return torch.zeros(hop.padded, dtype=self.passage.dtype, device=self._device)
-        size = hop.size if hop is not None else None
-        count = sum(size((p,)) if size else p.gather_elements for p in parcels)
-        return torch.empty(count, dtype=self.passage.dtype, device=self._device)
-
-    def _start(self, hop: Hop, buffer: Tensor) -> Leg:
-        self._count(*hop.wire_elements())
-        return start_hop(hop, buffer, self.passage.groups[hop.axis])
+    def _buffer(self, elements: int) -> Tensor:
+        """Zeros, so that padding and missing gradients never send uninitialized memory."""
+        return torch.zeros(elements, dtype=self.passage.dtype, device=self._device)
 
     def _send(self, hop: Hop) -> None:
         """Pack what this rank holds for `hop` and start it."""
-        outgoing = [parcel for parcels in hop.outgoing for parcel in parcels]
-        buffer = self._buffer(hop, outgoing)
-        pack(outgoing, self.cargo, buffer)
-        self.leg = self._start(hop, buffer)
+        buffer = self._buffer(hop.buffer_elements)
+        pack((parcel for parcels in hop.outgoing for parcel in parcels), self.cargo, buffer)
+        self._start(hop, buffer)
 
-    def _arrive_hop(self) -> None:
+    def _start(self, hop: Hop, buffer: Tensor) -> None:
+        self._count(*hop.wire_elements())
+        self.leg = start_hop(hop, buffer, self.passage.groups[hop.axis])
+
+    def _arrive(self) -> None:
         if self.leg is not None:
             self.cargo = self.leg.finish(self.passage.timeout_s)
             self.leg = None
@@ -159,9 +153,6 @@ class Transit:
         size = self.passage.dtype.itemsize
         self.tally.bytes_sent += sent * size
         self.tally.bytes_received += received * size
-
-    def _owned_parcels(self, index: int) -> Sequence[Parcel]:
-        return next(parcels for owned, parcels in self.passage.route.owned if owned == index)
 
     def _assemble(self, index: int, parcels: Sequence[Parcel]) -> Tensor:
         """The whole matrix, fresh, contiguous and row-major: equal bits rest on that."""

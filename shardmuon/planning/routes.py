@@ -81,6 +81,11 @@ class Hop:
         """Length of each position's part of the all-gather."""
         return max(sum(map(self.size, row)) for row in self.table)
 
+    @property
+    def buffer_elements(self) -> int:
+        """Wire elements of this rank's send buffer, padding included."""
+        return self.padded if self.table else sum(map(self.size, self.outgoing))
+
     def wire_elements(self) -> tuple[int, int]:
         """Elements (sent to, received from) other ranks, padding included."""
         others = [i for i in range(len(self.outgoing)) if i != self.index]

@@ -11,7 +11,6 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
 
 from shardmuon.training.config import Config
 from shardmuon.training.load import ConfigError, load
@@ -39,9 +38,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         run.run(prepared, arguments)
     except KeyboardInterrupt:
-        _end("interrupted", 130)
+        return _fail("interrupted", 130)
     except Exception:
-        _end(traceback.format_exc(), 1)
+        return _fail(traceback.format_exc(), 1)
     return 0
 
 
@@ -68,13 +67,15 @@ def _refuse(error: ConfigError) -> int:
     return BAD_INPUT
 
 
-def _end(text: str, code: int) -> NoReturn:
-    """Print and end this process at once.
+def _fail(text: str, code: int) -> int:
+    """Say what went wrong on this rank; alone, return the exit code, else end at once.
 
     A normal exit would wait in the process group for ranks that wait for this one; torchrun ends
     them when this process is gone.
     """
     rank = os.environ.get("RANK", "0")
     print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    os._exit(code)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        os._exit(code)
+    return code

@@ -33,29 +33,23 @@ class Built:
 
 
 def check(model: nn.Module, config: OptimizerSection) -> None:
-    """Raise ConfigError if the patterns do not fit the model; makes nothing."""
+    """Raise ConfigError if the settings do not fit the model; makes nothing."""
     try:
-        groups = _groups(model, config)
+        _groups(model, config)
     except ValueError as error:
         raise ConfigError(f"optimizer: {error}") from None
-    if config.name == "muon" and not _matrices(model, groups):
-        raise ConfigError(
-            "optimizer.name: got 'muon', but no parameter of the model is a matrix of a hidden "
-            "layer (see optimizer.to_muon and to_adamw); expected one at least, or 'adamw'"
-        )
 
 
 def build(model: nn.Module, config: OptimizerSection, device: torch.device) -> Built:
     """Make the optimizer over the parameters as they are now: call it after sharding."""
     groups = _groups(model, config)
+    named = dict(model.named_parameters())
+    matrices: list[Tensor] = [named[row.name] for row in groups.table if row.rule == "muon"]
     if config.name == "muon":
-        optimizer: torch.optim.Optimizer = Muon(groups, runtime=config.runtime)
-        matrices = _matrices(model, groups)
-    else:
-        plain = [{k: v for k, v in group.items() if k != "algorithm"} for group in groups]
-        optimizer = torch.optim.AdamW(plain, fused=device.type == "cuda")
-        matrices = _matrices(model, param_groups(model))
-    return Built(optimizer=optimizer, matrices=matrices, routing=groups.report())
+        muon = Muon(groups, runtime=config.runtime)
+        return Built(optimizer=muon, matrices=matrices, routing=groups.report())
+    adamw = torch.optim.AdamW(_all_adamw(groups, config), fused=device.type == "cuda")
+    return Built(optimizer=adamw, matrices=matrices, routing="all parameters under AdamW")
 
 
 def group_lrs(optimizer: torch.optim.Optimizer) -> dict[str, float]:
@@ -67,16 +61,24 @@ def group_lrs(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 def _groups(model: nn.Module, config: OptimizerSection) -> ParamGroups:
-    adamw = dataclasses.asdict(config.adamw)
-    if config.name == "adamw":
-        return param_groups(model, adamw=adamw, to_adamw=["*"])
     return param_groups(
         model,
         muon=_muon_settings(config.muon),
-        adamw=adamw,
+        adamw=dataclasses.asdict(config.adamw),
         to_muon=config.to_muon,
         to_adamw=config.to_adamw,
     )
+
+
+def _all_adamw(groups: ParamGroups, config: OptimizerSection) -> list[dict[str, Any]]:
+    """The same groups with the matrices under AdamW too, where they decay."""
+    settings = dataclasses.asdict(config.adamw)
+    return [
+        {"params": group["params"], **settings}
+        if group["algorithm"] == "muon"
+        else {key: value for key, value in group.items() if key != "algorithm"}
+        for group in groups
+    ]
 
 
 def _muon_settings(config: MuonGroups) -> dict[str, Any]:
@@ -85,8 +87,3 @@ def _muon_settings(config: MuonGroups) -> dict[str, Any]:
         if settings[key] is not None:
             settings[key] = _TYPES[settings[key]]
     return settings
-
-
-def _matrices(model: nn.Module, groups: ParamGroups) -> list[Tensor]:
-    named = dict(model.named_parameters())
-    return [named[row.name] for row in groups.table if row.rule == "muon"]

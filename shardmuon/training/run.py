@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,16 +66,15 @@ def run(prepared: Prepared, arguments: Sequence[str]) -> None:
     _announce(prepared, parts)
     folder = Path(config.logging.directory)
     metrics = MetricsFile(folder / "metrics.jsonl" if here.first else None)
-    metrics.write("start", prepared.start.step, ranks=here.ranks, config=as_tree(config))
     bar = progress.Progress(
         progress.choose(config.logging.progress, here.first),
         prepared.start.step,
         config.schedule.steps,
     )
-    trainer = Trainer(parts, prepared.start.step, metrics, bar)
-    trainer.run()
-    bar.close()
-    metrics.close()
+    with closing(metrics), closing(bar):
+        metrics.write("start", prepared.start.step, ranks=here.ranks, config=as_tree(config))
+        trainer = Trainer(parts, prepared.start.step, metrics, bar)
+        trainer.run()
     if here.first and config.logging.progress != "none":
         _conclude(trainer, arguments)
     collectives.barrier()

@@ -14,19 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import Shard
 
 import shardmuon
-from tests import ranks
 from tests.conftest import Worlds
 from tests.problems import (
-    PLACEMENTS,
     Problem,
     assert_ranks_agree,
     build,
     digest,
-    gradients,
     local,
     momenta,
     place,
@@ -175,12 +171,12 @@ def test_missing_gradients_can_count_as_zeros(pools: Worlds, missing: Missing) -
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("without", [(1,), (0, 2), (3,), ALL])
+@pytest.mark.parametrize("bucket_bytes", [1, 2**26])
 def test_parameter_without_any_gradient_is_left_alone(
-    pools: Worlds, world: int, without: tuple[int, ...]
+    pools: Worlds, world: int, without: tuple[int, ...], bucket_bytes: int
 ) -> None:
-    reports = pools.run(
-        world, _missing, problem_with(), {rank: without for rank in range(world)}, True
-    )
+    problem = problem_with(bucket_bytes=bucket_bytes)
+    reports = pools.run(world, _missing, problem, dict.fromkeys(range(world), without), True)
     for report in reports:
         assert report.error == ""
         assert [i for i in ALL if report.unchanged[i]] == list(without)
@@ -269,85 +265,3 @@ def test_nonfinite_gradient_without_ranks() -> None:
     assert p.eq(1).all()
     assert not skipping.state[p]["momentum_buffer"].any()
     assert not raising.state[p]["momentum_buffer"].any()
-
-
-def _plan_of(kind: str) -> None:
-    device, size = ranks.device(), dist.get_world_size()
-    if kind == "partial":
-        mesh = world_mesh()
-        weight = DTensor.from_local(torch.ones(6, 4, device=device), mesh, [Partial()])
-    else:
-        mesh = init_device_mesh(device.type, (2, size // 2), mesh_dim_names=("a", "b"))
-        block = torch.ones(3, 2, device=device)
-        weight = DTensor.from_local(block, mesh, [Shard(0), Shard(1)])
-    optimizer = shardmuon.Muon([("net.weight", nn.Parameter(weight))])
-    print(optimizer.plan.report())
-
-
-@pytest.mark.parametrize(("kind", "world"), [("partial", 2), ("two axes", 4)])
-def test_unsupported_placement_is_refused_by_name(pools: Worlds, kind: str, world: int) -> None:
-    errors = pools.run_expecting_error(world, _plan_of, kind)
-    assert {e.type_name for e in errors} == {"ValueError"}
-    for error in errors:
-        assert "net.weight" in error.message
-        assert "Partial" in error.message or "Shard" in error.message
-
-
-def _foreign_gradient(kind: str) -> float:
-    """Step once from a gradient that is placed unlike its parameter; distance to the right one."""
-    mesh = world_mesh()
-    problem = Problem(shapes=((10, 8),), steps=1)
-    params, optimizer = build(problem, mesh)
-    right, other = build(problem, mesh)
-    set_gradients(right, problem, 0, mesh)
-    other.step()
-    (gradient,) = gradients(problem, 0, mesh)
-    full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    if kind == "partial":
-        part = full / dist.get_world_size()
-        params[0].grad = DTensor.from_local(part, mesh, [Partial()])
-    else:
-        params[0].grad = DTensor.from_local(full, mesh, [Replicate()])
-    optimizer.step()
-    return float((whole(params[0]) - whole(right[0])).norm())
-
-
-@pytest.mark.parametrize("kind", ["partial", "replicate"])
-def test_gradient_with_another_placement_is_reduced_or_refused(pools: Worlds, kind: str) -> None:
-    try:
-        distances = pools.run(2, _foreign_gradient, kind)
-    except ranks.RankFailure as failure:
-        assert {e.type_name for e in failure.errors} <= {"ValueError", "RuntimeError"}
-        assert [e.rank for e in failure.errors] == [0, 1]
-        assert all("layer0.weight" in e.message for e in failure.errors)
-    else:
-        assert max(distances) < 1e-5
-
-
-def _plans_that_differ(kind: str) -> None:
-    mesh, first = world_mesh(), dist.get_rank() == 0
-    p = nn.Parameter(place(torch.ones(10, 8), mesh, PLACEMENTS["rows"]))
-    q = nn.Parameter(place(torch.ones(6, 6), mesh, PLACEMENTS["rows"]))
-    named = [("a.weight", p), ("b.weight", q)]
-    settings: dict[str, Any] = {}
-    if kind == "names" and first:
-        named = [("c.weight", p), ("b.weight", q)]
-    if kind == "count" and first:
-        named = named[:1]
-    if kind == "settings" and first:
-        settings["ns_steps"] = 4
-    if kind == "runtime" and first:
-        settings["runtime"] = shardmuon.Runtime(bucket_bytes=1)
-    optimizer = shardmuon.Muon(named, **settings)
-    for parameter in (p, q):
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-
-
-@pytest.mark.parametrize("kind", ["names", "count", "settings", "runtime"])
-def test_plans_that_differ_are_an_error_on_all_ranks(pools: Worlds, kind: str) -> None:
-    errors = pools.run_expecting_error(2, _plans_that_differ, kind, limit_s=30)
-    assert len({e.type_name for e in errors}) == 1
-    assert {e.type_name for e in errors} <= {"RuntimeError", "ValueError"}
-    if kind == "names":
-        assert all("c.weight" in e.message or "a.weight" in e.message for e in errors)

@@ -1,4 +1,4 @@
-"""A real model under `fully_shard`: the result of one process, from equal or from real gradients."""
+"""A real model under `fully_shard`: the result of one process, from equal and real gradients."""
 
 from __future__ import annotations
 
@@ -65,8 +65,7 @@ def _linear_with_own_data() -> tuple[Tensor, Tensor, Tensor]:
     mean /= dist.get_world_size()
     plain.weight.grad = None
     fully_shard(plain, mesh=world_mesh())
-    options = {"lr": 0.02, "ns_dtype": torch.float32}
-    optimizer = shardmuon.Muon(plain.named_parameters(), **options)
+    optimizer = shardmuon.Muon(plain.named_parameters(), lr=0.02, ns_dtype=torch.float32)
     plain(inputs).square().sum().backward()
     optimizer.step()
     return weight, mean.cpu(), whole(plain.weight)

@@ -31,7 +31,7 @@ from tests.problems import (
     world_mesh,
 )
 from tests.reference import Rule, relative_error
-from tests.test_reference import GOLDEN
+from tests.test_reference import GOLDEN, Golden
 
 EXCHANGES: list[Literal["auto", "all_gather"]] = ["auto", "all_gather"]
 MODEL = Problem(steps=5)
@@ -47,30 +47,11 @@ def one_rank(pools: Worlds) -> Outcome:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize(("mode", "nesterov", "norm", "first", "last", "m_norm", "moved"), GOLDEN)
-def test_golden_values(
-    pools: Worlds,
-    world: int,
-    mode: str,
-    nesterov: bool,
-    norm: float,
-    first: float,
-    last: float,
-    m_norm: float,
-    moved: float,
-) -> None:
-    options = {
-        "lr": 0.02,
-        "adjust_lr_fn": mode,
-        "nesterov": nesterov,
-        "ns_dtype": torch.float32,
-    }
+@pytest.mark.parametrize("golden", GOLDEN)
+def test_golden_values(pools: Worlds, world: int, golden: Golden) -> None:
+    options = {**golden.options(), "ns_dtype": torch.float32}
     for outcome in pools.run(world, solve, Problem(shapes=((10, 8),), options=options)):
-        p, m = outcome.params[0], outcome.momenta[0]
-        got = [float(p.norm()), float(p[0, 0]), float(p[-1, -1]), float(m.norm())]
-        assert got == pytest.approx([norm, first, last, m_norm], rel=1e-4, abs=1e-5)
-        change = p.double().numpy() - reference.weights(10, 8)
-        assert float(torch.from_numpy(change).norm()) == pytest.approx(moved, rel=1e-4)
+        golden.check(outcome.params[0], outcome.momenta[0], tolerance=1e-4)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -134,13 +115,13 @@ BLOCKWISE_ERROR = {(256, 256): 0.53, (512, 128): 0.65, (128, 512): 0.35}
 def test_update_is_that_of_the_whole_matrix(pools: Worlds, world: int, placement: str) -> None:
     shapes = tuple(BLOCKWISE_ERROR)
     options = {"lr": 1.0, "weight_decay": 0.0, "ns_dtype": torch.float32}
-    problem = Problem(
-        shapes=shapes, steps=1, seed=0, placements=(placement,), options=options
-    )
+    problem = Problem(shapes=shapes, steps=1, seed=0, placements=(placement,), options=options)
     outcome = pools.run(world, solve, problem)[0]
     for index, (rows, cols) in enumerate(shapes):
         start = torch.randn(rows, cols, generator=torch.Generator().manual_seed(index * 1009))
-        gradient = torch.randn(rows, cols, generator=torch.Generator().manual_seed(index * 1009 + 1))
+        gradient = torch.randn(
+            rows, cols, generator=torch.Generator().manual_seed(index * 1009 + 1)
+        )
         right = -reference.scale(rows, cols, None) * reference.newton_schulz(
             gradient.double().numpy()
         )
@@ -164,7 +145,7 @@ def test_every_matrix_is_orthogonalized_once_and_differs_from_sgd(
     shape, p = SHAPES[0], outcomes[0].params[0].double().numpy()
     weight = reference.weights(*shape)
     sgd = weight - 0.02 * sum(reference.gradient(*shape, t) for t in range(2))
-    assert relative_error(p, sgd) > 0.05
+    assert relative_error(p - weight, sgd - weight) > 0.5
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -216,9 +197,7 @@ def _zero_then_normal(placement: str, ns_dtype: torch.dtype) -> tuple[list[bool]
     for p in params:
         p.grad = torch.zeros_like(p)
     optimizer.step()
-    exact = [
-        local(p).equal(b * (1 - 0.02 * 0.1)) for p, b in zip(params, before, strict=True)
-    ]
+    exact = [local(p).equal(b * (1 - 0.02 * 0.1)) for p, b in zip(params, before, strict=True)]
     still = [not local(m).any() for m in momenta(optimizer, params)]
     errors = []
     for p, shape in zip(params, SHAPES, strict=True):

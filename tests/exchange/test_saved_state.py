@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import shardmuon
-from tests import models, ranks, reference
+from tests import models, reference
 from tests.conftest import Worlds
 from tests.problems import (
     PLACEMENTS,
@@ -158,7 +157,7 @@ def _late_parameter(folder: str, resume: bool) -> tuple[list[dict[str, set[str]]
     models.backward(model, 0)
     optimizer.step()
     keys.append(state_keys(model, optimizer))
-    idle = optimizer.state[model.spare["proj"].weight]["momentum_buffer"]
+    idle = optimizer.state[model.spare_weight]["momentum_buffer"]
     still = not local(idle).any()
     if resume:
         save(folder, model, optimizer)

@@ -46,7 +46,7 @@ def test_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
     def closure() -> float:
         optimizer.zero_grad()
         loss = p.square().sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         return float(loss.detach())
 
     assert optimizer.step(closure) == pytest.approx(float(before.square().sum()))
@@ -117,7 +117,7 @@ def test_schedulers_drive_every_group() -> None:
 
 def test_learning_rate_may_be_a_tensor() -> None:
     p, q = matrix(), matrix()
-    shardmuon.Muon([p], lr=torch.tensor(0.02)).step()  # type: ignore[arg-type]
+    shardmuon.Muon([p], lr=torch.tensor(0.02)).step()
     shardmuon.Muon([q], lr=0.02).step()
     torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-6, atol=1e-7)
 

@@ -89,7 +89,7 @@ def test_keys_of_frameworks_are_kept() -> None:
 
 
 def test_unknown_algorithm_is_refused() -> None:
-    with pytest.raises(ValueError, match="algorithm.*sgd"):
+    with pytest.raises(ValueError, match=r"algorithm.*sgd"):
         shardmuon.Muon([{"params": [matrix()], "algorithm": "sgd"}])
 
 
@@ -108,9 +108,10 @@ def test_complex_and_integer_parameters_are_refused_by_name() -> None:
 
 def test_parameter_in_two_groups_is_refused() -> None:
     p = matrix()
+    groups: list[dict[str, Any]] = [{"params": [p]}, {"params": [p], "algorithm": "adamw"}]
     with pytest.raises(ValueError, match="group"):
-        shardmuon.Muon([{"params": [p]}, {"params": [p], "algorithm": "adamw"}])
-    with pytest.raises(ValueError, match="duplicate"):
+        shardmuon.Muon(groups)
+    with pytest.raises(ValueError, match="twice"):
         shardmuon.Muon([p, p])
 
 
@@ -121,8 +122,7 @@ def test_no_parameters_are_refused() -> None:
 
 def test_two_parameters_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="weight"):
-        optimizer = shardmuon.Muon([("weight", matrix()), ("module.weight", matrix())])
-        print(optimizer.plan.report())
+        shardmuon.Muon([("weight", matrix()), ("module.weight", matrix())])
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ CASES = {
     "data": ([TINY, "data.source=text", "data.files=[no/*.txt]"], "no file matches 'no/*.txt'"),
     "resume": ([TINY, "checkpoint.resume=no/such"], "no finished checkpoint at no/such"),
     "pattern": ([TINY, "optimizer.to_adamw=['*nothing*']"], "*nothing*"),
-    "no matrix": ([TINY, "optimizer.to_adamw=['*']"], "optimizer.name: got 'muon', but no"),
+    "no matrix": ([TINY, "optimizer.to_adamw=['*']"], "optimizer: no parameter takes Muon"),
 }
 
 

@@ -1,0 +1,139 @@
+"""Owners and buckets: complete, balanced, bounded, and independent of order."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardmuon.planning.layout import Layout, Mesh
+from shardmuon.planning.plan import Bucket, Matrix, Plan
+from shardmuon.planning.planner import make_plan
+from tests.planning.records import gpt2, matrix, rows_over
+
+MIB = 2**20
+
+shapes = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=40)
+
+
+def plan_of(sizes: list[tuple[int, int]], ranks: int, bucket_bytes: int = MIB) -> Plan:
+    layout = rows_over(ranks)
+    matrices = [matrix(f"m{i:03}", *size, layout) for i, size in enumerate(sizes)]
+    return make_plan(matrices, bucket_bytes=bucket_bytes)
+
+
+@given(shapes, st.integers(1, 9))
+def test_every_matrix_has_one_owner_of_its_mesh(sizes: list[tuple[int, int]], ranks: int) -> None:
+    plan = plan_of(sizes, ranks)
+    assert sorted(plan.owners()) == [f"m{i:03}" for i in range(len(sizes))]
+    assert set(plan.owners().values()) <= set(range(ranks))
+    assert sum(plan.loads().values()) == sum(m.cost for m, _ in plan)
+
+
+@given(shapes, st.integers(1, 9))
+def test_makespan_is_within_the_bound_of_longest_first(
+    sizes: list[tuple[int, int]], ranks: int
+) -> None:
+    plan = plan_of(sizes, ranks)
+    # Graham 1969: list scheduling ends within total / ranks + largest (1 - 1 / ranks).
+    total = sum(m.cost for m, _ in plan)
+    largest = max(m.cost for m, _ in plan)
+    assert plan.lower_bound <= plan.makespan
+    assert plan.makespan <= total / ranks + largest * (1 - 1 / ranks) + 1e-6
+
+
+@given(shapes, st.integers(1, 6), st.randoms())
+def test_plan_does_not_depend_on_the_order_of_matrices(
+    sizes: list[tuple[int, int]], ranks: int, rng: random.Random
+) -> None:
+    layout = rows_over(ranks)
+    matrices = [matrix(f"m{i}", *size, layout) for i, size in enumerate(sizes)]
+    shuffled = matrices[:]
+    rng.shuffle(shuffled)
+    one, other = (make_plan(ms, bucket_bytes=4096) for ms in (matrices, shuffled))
+    assert one == other
+    assert one.digest == other.digest
+
+
+@given(shapes, st.integers(1, 6), st.integers(1, 200_000))
+def test_an_owner_receives_at_most_bucket_bytes_in_a_bucket(
+    sizes: list[tuple[int, int]], ranks: int, bucket_bytes: int
+) -> None:
+    for bucket in plan_of(sizes, ranks, bucket_bytes).buckets:
+        received: dict[int, list[Matrix]] = defaultdict(list)
+        for each, owner in zip(bucket.matrices, bucket.owners, strict=True):
+            received[owner].append(each)
+        for portion in received.values():
+            assert len(portion) == 1 or sum(m.total_bytes for m in portion) <= bucket_bytes
+
+
+def test_buckets_never_mix_wire_dtypes_or_meshes() -> None:
+    four, two = rows_over(4), Layout(Mesh((1, 2), (2,)))
+    matrices = [matrix(f"a{i}", 8, 8, four) for i in range(3)]
+    matrices += [matrix(f"b{i}", 8, 8, four, wire="float32") for i in range(3)]
+    matrices += [matrix(f"c{i}", 8, 8, two) for i in range(3)]
+    plan = make_plan(matrices, bucket_bytes=MIB)
+    kinds = [{(m.layout, m.wire_dtype) for m in bucket.matrices} for bucket in plan.buckets]
+    assert len(plan) == 9
+    assert all(len(kind) == 1 for kind in kinds)
+    assert {plan.owners()[f"c{i}"] for i in range(3)} <= {1, 2}
+
+
+def test_loads_are_carried_from_the_large_mesh_to_the_small_one() -> None:
+    large = matrix("dense", 512, 512, rows_over(2))
+    small = matrix("expert", 8, 8, Layout(Mesh((0, 1), (2, 1))))
+    plan = make_plan([small, large], bucket_bytes=MIB)
+    assert plan.owners()["dense"] != plan.owners()["expert"]
+
+
+def test_gpt2_on_sixteen_ranks_is_as_balanced_as_longest_first_gets() -> None:
+    layout = rows_over(16)
+    plan = make_plan([matrix(*each, layout) for each in gpt2()], bucket_bytes=64 * MIB)
+    assert plan.imbalance == pytest.approx(1.095, abs=5e-4)
+    assert plan.lower_bound == pytest.approx(sum(plan.loads().values()) / 16)
+
+
+def test_digest_sees_every_input() -> None:
+    base = [matrix(name, 8, cols, rows_over(2)) for name, cols in (("a", 8), ("b", 6), ("d", 5))]
+    plans = [
+        make_plan(base, bucket_bytes=MIB),
+        make_plan(base[:2], bucket_bytes=MIB),
+        make_plan(base, bucket_bytes=16),
+        make_plan(base, bucket_bytes=MIB, exchange="all_gather"),
+        make_plan(base, bucket_bytes=MIB, settings="x"),
+        make_plan([matrix("a", 8, 7, rows_over(2)), *base[1:]], bucket_bytes=MIB),
+        make_plan([matrix(m.id, m.rows, m.cols, rows_over(3)) for m in base], bucket_bytes=MIB),
+        make_plan([matrix("c", 8, 8, rows_over(2)), *base[1:]], bucket_bytes=MIB),
+    ]
+    assert len({plan.digest for plan in plans}) == len(plans)
+
+
+def test_plans_check_themselves() -> None:
+    one = matrix("a", 8, 8, rows_over(2))
+    with pytest.raises(ValueError, match="a is planned twice"):
+        make_plan([one, one], bucket_bytes=MIB)
+    with pytest.raises(ValueError, match="owner 7 is not in its mesh"):
+        Bucket((one,), (7,))
+    with pytest.raises(ValueError, match="cannot share a bucket"):
+        Bucket((one, matrix("b", 8, 8, rows_over(3))), (0, 0))
+
+
+def test_report_names_owners_bytes_and_what_limits_the_plan() -> None:
+    sizes = [(256, 256), (8, 8)]
+    plan = plan_of(sizes, 3)
+    report = plan.report()
+    assert "2 matrices on 3 rank(s)" in report
+    assert "m000 alone costs" in report
+    assert "own no matrix: 2" in report
+    for name, owner in plan.owners().items():
+        line = next(row for row in report.splitlines() if row.startswith(name))
+        assert line.split()[-4] == str(owner)
+
+
+def test_an_empty_plan_reports_itself() -> None:
+    plan = make_plan([], bucket_bytes=MIB)
+    assert plan.imbalance == 1.0
+    assert "0 matrices" in plan.report()

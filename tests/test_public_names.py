@@ -1,0 +1,56 @@
+"""The public names: complete, importable, and lazy, so that planning needs no torch."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import shardmuon
+
+PUBLIC = {"Muon", "ParamGroups", "Plan", "Runtime", "StepStats", "__version__", "param_groups"}
+
+
+def test_all_lists_the_public_names() -> None:
+    assert set(shardmuon.__all__) == PUBLIC
+    assert set(dir(shardmuon)) >= PUBLIC
+    for name in shardmuon.__all__:
+        assert getattr(shardmuon, name) is not None
+    with pytest.raises(AttributeError, match="Mouon"):
+        _ = shardmuon.Mouon
+
+
+def test_every_module_lists_what_it_exports() -> None:
+    for info in pkgutil.walk_packages(shardmuon.__path__, "shardmuon."):
+        module = importlib.import_module(info.name)
+        exported = getattr(module, "__all__", [])
+        assert len(set(exported)) == len(exported), info.name
+        for name in exported:
+            assert hasattr(module, name), f"{info.name}.{name}"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import shardmuon",
+        "import shardmuon; shardmuon.Runtime()",
+        "import shardmuon; shardmuon.Plan",
+        "import shardmuon.planning.planner, shardmuon.planning.plan, shardmuon.planning.report",
+        "import pkgutil, importlib, shardmuon.planning as p\n"
+        "for m in pkgutil.iter_modules(p.__path__, 'shardmuon.planning.'):\n"
+        "    importlib.import_module(m.name)",
+    ],
+)
+def test_planning_and_the_package_import_no_torch(statement: str) -> None:
+    program = f"import sys\n{statement}\nsys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_optimizer_imports_no_compiler_or_kernel_language() -> None:
+    program = "import sys, shardmuon; shardmuon.Muon; sys.exit('triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
