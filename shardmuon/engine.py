@@ -13,7 +13,7 @@ import json
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardmuon.exchange import collectives
-from shardmuon.exchange.agreement import Agreement, MeshPart
+from shardmuon.exchange.agreement import Agreed, Agreement, MeshPart
 from shardmuon.exchange.blocks import device_mesh_of, layout_of, local, planning_mesh
 from shardmuon.exchange.pipeline import Member, Passage, Tally, Transit, run_buckets
 from shardmuon.groups import ADAMW, clean_fqn
@@ -93,7 +93,7 @@ class Engine:
     def __init__(self, runtime: Runtime, default_mesh: DeviceMesh | None) -> None:
         self.runtime = runtime
         self.default_mesh = default_mesh
-        self.stats = StepStats()
+        self._stats = StepStats()
         self._prepared: Prepared | None = None
         self._agreement = Agreement(runtime)
 
@@ -104,6 +104,11 @@ class Engine:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["runtime"], state["default_mesh"])  # type: ignore[misc]
 
+    @property
+    def stats(self) -> StepStats:
+        """What the last step did, and how many steps were skipped as far as the host knows."""
+        return replace(self._stats, steps_skipped=self._agreement.steps_skipped)
+
     # -- the plan -------------------------------------------------------------------------------
 
     def plan(self, groups: Sequence[Group]) -> Plan:
@@ -112,7 +117,7 @@ class Engine:
 
     def prepare(self, groups: Sequence[Group]) -> None:
         """Plan and prove on the host that the ranks of every mesh made the same plan."""
-        prepared, _ = self._prepare_locally(self._entries(groups))
+        prepared, _ = self._prepare_or_refuse(self._entries(groups))
         self._agreement.compare(prepared.plan, prepared.parts)
 
     def check(self) -> None:
@@ -131,6 +136,13 @@ class Engine:
                         meshes[device_mesh] = planning_mesh(device_mesh)
                     entries.append(Entry(fqn, parameter, group, meshes[device_mesh]))
         return entries
+
+    def _prepare_or_refuse(self, entries: Sequence[Entry]) -> tuple[Prepared, bool]:
+        """As `_prepare_locally`; a rank that cannot plan tells the others before it raises."""
+        try:
+            return self._prepare_locally(entries)
+        except ValueError as error:
+            self._agreement.refuse(self._mesh_parts(None, entries), str(error))
 
     def _prepare_locally(self, entries: Sequence[Entry]) -> tuple[Prepared, bool]:
         """(prepared plan, whether it is new). No collective."""
@@ -155,14 +167,14 @@ class Engine:
             settings=json.dumps([runtime.deterministic, runtime.missing_grad, runtime.nonfinite]),
         )
         self._warn_of_repeated_work(matrices)
-        device_meshes = {e.mesh: device_mesh_of(e.parameter, self.default_mesh) for e in entries}
+        device_meshes = self._device_meshes(entries)
         devices = {entry.fqn: local(entry.parameter).device for entry in entries}
         return Prepared(
             key,
             tuple(weakref.ref(entry.parameter) for entry in entries),
             plan,
             tuple(self._passages(plan, device_meshes, devices)),
-            tuple(_mesh_parts(plan, entries, device_meshes)),
+            self._mesh_parts(plan, entries),
             {entry.fqn: index for index, entry in enumerate(entries)},
         )
 
@@ -200,6 +212,25 @@ class Engine:
                 timeout_s=self.runtime.timeout_s,
             )
 
+    def _device_meshes(self, entries: Sequence[Entry]) -> dict[Mesh, DeviceMesh | None]:
+        return {e.mesh: device_mesh_of(e.parameter, self.default_mesh) for e in entries}
+
+    def _mesh_parts(self, plan: Plan | None, entries: Sequence[Entry]) -> tuple[MeshPart, ...]:
+        """What each mesh has to agree on, in an order that its ranks share; no plan fits none."""
+        parts = []
+        device_meshes = self._device_meshes(entries)
+        for mesh in sorted(device_meshes, key=lambda m: (-len(m.ranks), m.ranks, m.shape)):
+            members = {entry.fqn: entry.parameter for entry in entries if entry.mesh == mesh}
+            fqns = tuple(sorted(members))
+            text = json.dumps([plan.digest_of((mesh,)) if plan else None, fqns])
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            device_mesh = device_meshes[mesh]
+            axes = [axis for axis, size in enumerate(mesh.shape) if size > 1]
+            groups = [device_mesh.get_group(axis) for axis in axes] if device_mesh else []
+            device = local(members[fqns[0]]).device
+            parts.append(MeshPart(mesh, fqns, digest, tuple(groups), device))
+        return tuple(parts)
+
     def _warn_of_repeated_work(self, matrices: Sequence[Matrix]) -> None:
         alone = [m for m in matrices if len(m.layout.mesh.ranks) == 1]
         if alone and collectives.world_size() > 1 and self._prepared is None:
@@ -217,39 +248,44 @@ class Engine:
         before = sum(collectives.calls.values())
         self._agreement.raise_deferred()
         entries = self._entries(groups)
-        prepared, is_new = self._prepare_locally(entries)
+        prepared, is_new = self._prepare_or_refuse(entries)
         agreed = self._agreement.open(prepared.plan, prepared.parts, entries, is_new)
         tally = Tally()
         if not agreed.refused:
             commit = Commit(agreed.accepted)
-            step = _Step(entries, state, agreed.missing, commit)
+            step = _Step(entries, state, agreed, commit)
             run_buckets(
                 Transit(passage, step.members(passage, prepared.entries), commit, tally)
                 for passage in prepared.passages
                 if not step.idle(passage, prepared.entries)
             )
             step.adamw(groups)
-        self.stats = StepStats(
+        self._stats = StepStats(
             tally.matrices_orthogonalized,
             tally.bytes_sent,
             tally.bytes_received,
-            self._agreement.steps_skipped,
-            sum(collectives.calls.values()) - before,
+            collectives=sum(collectives.calls.values()) - before,
         )
 
 
 @dataclass(frozen=True)
 class _Step:
-    """Views of local tensors for one step. missing: FQNs without gradient on any rank."""
+    """Views of local tensors for one step that the ranks agreed on."""
 
     entries: Sequence[Entry]
     state: State
-    missing: frozenset[str]
+    agreed: Agreed
     commit: Commit
 
     def idle(self, passage: Passage, index: Mapping[str, int]) -> bool:
-        """All matrices of the bucket lack gradients on all ranks, as the host knows on CPU."""
-        return all(self.entries[index[m.id]].fqn in self.missing for m in passage.bucket.matrices)
+        """All matrices of the bucket lack gradients on all ranks, so nobody needs the exchange.
+
+        Never on a GPU, where a rank knows only of its own gradients.
+        """
+        entries = [self.entries[index[matrix.id]] for matrix in passage.bucket.matrices]
+        if local(entries[0].parameter).device.type != "cpu":
+            return False
+        return all(entry.fqn in self.agreed.missing for entry in entries)
 
     def members(self, passage: Passage, index: Mapping[str, int]) -> list[Member]:
         members = []
@@ -284,10 +320,9 @@ class _Step:
 
     def _gradient(self, entry: Entry) -> tuple[bool, Tensor]:
         """(missing, local gradient); zeros stand for a gradient that counts as zero."""
-        gradient = entry.parameter.grad
-        if gradient is not None:
-            return False, local(gradient)
-        return entry.fqn in self.missing, torch.zeros_like(local(entry.parameter))
+        missing = entry.fqn in self.agreed.missing
+        gradient = self.agreed.gradients[entry.fqn]
+        return missing, torch.zeros_like(local(entry.parameter)) if gradient is None else gradient
 
 
 def _is_matrix(entry: Entry) -> bool:
@@ -307,22 +342,3 @@ def _settings(group: Group) -> str:
     """Canonical text of what shapes the plan and the wire; lr and the like may change freely."""
     keys = ("algorithm", "ns_coefficients", "ns_steps", "eps", "ns_dtype")
     return json.dumps([str(group.get(key)) for key in keys])
-
-
-def _mesh_parts(
-    plan: Plan, entries: Sequence[Entry], device_meshes: Mapping[Mesh, DeviceMesh | None]
-) -> Iterator[MeshPart]:
-    """What each mesh has to agree on, in an order that its ranks share."""
-    for mesh in sorted(device_meshes, key=lambda m: (-len(m.ranks), m.ranks, m.shape)):
-        members = {entry.fqn: entry.parameter for entry in entries if entry.mesh == mesh}
-        fqns = tuple(sorted(members))
-        text = json.dumps([plan.digest_of((mesh,)), fqns])
-        device_mesh = device_meshes[mesh]
-        axes = [axis for axis, size in enumerate(mesh.shape) if size > 1]
-        yield MeshPart(
-            mesh,
-            fqns,
-            hashlib.sha256(text.encode()).hexdigest(),
-            tuple(device_mesh.get_group(axis) for axis in axes) if device_mesh else (),
-            local(members[fqns[0]]).device,
-        )

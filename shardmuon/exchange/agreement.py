@@ -9,14 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from shardmuon.exchange import collectives
 from shardmuon.exchange.blocks import local, local_gradient
-from shardmuon.exchange.header import Presence, Verdict, accepted, exchange_header, read_header
+from shardmuon.exchange.header import (
+    Presence,
+    Statement,
+    Verdict,
+    accepted,
+    exchange_header,
+    read_header,
+)
 from shardmuon.planning.layout import Mesh
 from shardmuon.planning.plan import Plan
 from shardmuon.runtime import Runtime
@@ -51,19 +58,34 @@ class MeshPart:
 
 @dataclass(frozen=True)
 class Agreed:
-    """refused: the host knows that nothing may change. accepted: the device's word, else None."""
+    """The decision about a step.
+
+    refused: the host knows that nothing may change. accepted: the device's word, else None.
+    missing: FQNs that have no gradient on any rank. gradients: this rank's parts by FQN.
+    """
 
     refused: bool
     accepted: Tensor | None
     missing: frozenset[str]
+    gradients: Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class _Heard:
+    """An agreed header of a mesh and what this rank had said."""
+
+    part: MeshPart
+    header: Tensor
+    presence: Sequence[Presence]
+    fault: str | None
 
 
 @dataclass(frozen=True)
 class _Deferred:
     """A header on its way to the host."""
 
-    header: Tensor
-    presence: Sequence[Presence]
+    heard: _Heard
+    host: Tensor
     arrived: torch.cuda.Event
 
 
@@ -79,18 +101,30 @@ class Agreement:
         self, plan: Plan, parts: Sequence[MeshPart], entries: Sequence[Trainable], is_new: bool
     ) -> Agreed:
         """Agree on this step along every mesh. Raises the same error on all ranks, or none."""
-        by_name = {entry.fqn: entry.parameter for entry in entries}
-        gradients = {name: local_gradient(name, p) for name, p in by_name.items()}
-        headers = [self._exchange(part, gradients, by_name) for part in parts]
-        if is_new or not any(header.is_cuda for header, _ in headers):
-            return self._on_host(plan, parts, headers)
-        return self._on_device(headers, gradients)
+        gradients, fault = _read_gradients(entries)
+        parameters = {entry.fqn: entry.parameter for entry in entries}
+        heard = [self._exchange(part, gradients, parameters, fault) for part in parts]
+        if is_new or not all(each.header.is_cuda for each in heard):
+            return self._on_host(plan, heard, gradients)
+        return self._on_device(heard, gradients, parameters)
+
+    def refuse(self, parts: Sequence[MeshPart], fault: str) -> NoReturn:
+        """Tell the other ranks that this one has no plan, and raise like them: ValueError."""
+        for part in parts:
+            statement = Statement(part.digest, fault=True)
+            header = exchange_header(statement, part.device, part.groups, self.runtime.timeout_s)
+            _raise_fault(_Heard(part, header, (), fault), "this step")
+        raise ValueError(fault)
 
     def compare(self, plan: Plan, parts: Sequence[MeshPart]) -> None:
         """Prove equal plans by their digests; RuntimeError naming the first difference."""
         for part in parts:
-            header = exchange_header(part.digest, (), part.device, part.groups)
-            if not read_header(header, ()).same_plan:
+            statement = Statement(part.digest)
+            header = exchange_header(statement, part.device, part.groups, self.runtime.timeout_s)
+            verdict = read_header(header.cpu(), ())
+            if verdict.fault:
+                _raise_fault(_Heard(part, header, (), None), "prepare()")
+            if not verdict.same_plan:
                 raise _plans_differ(plan, part)
 
     def raise_deferred(self) -> None:
@@ -98,14 +132,16 @@ class Agreement:
         deferred, self._deferred = self._deferred, []
         for each in deferred:
             each.arrived.synchronize()
-        self._judge([read_header(each.header, each.presence) for each in deferred], "last step")
+        answers = [(each.heard, read_header(each.host, each.heard.presence)) for each in deferred]
+        self._judge(answers, "last step")
 
     def _exchange(
         self,
         part: MeshPart,
         gradients: Mapping[str, Tensor | None],
         parameters: Mapping[str, Tensor],
-    ) -> tuple[Tensor, list[Presence]]:
+        fault: str | None,
+    ) -> _Heard:
         presence = []
         for name in part.fqns:
             gradient = gradients[name]
@@ -114,11 +150,9 @@ class Agreement:
             empty = local(parameters[name]).numel() == 0 or (gradient is None and not absent)
             presence.append(Presence(name, absent, empty))
         nonfinite = self._nonfinite([gradients[name] for name in part.fqns])
-        timeout_s = self.runtime.timeout_s
-        header = exchange_header(
-            part.digest, presence, part.device, part.groups, nonfinite, timeout_s
-        )
-        return header, presence
+        statement = Statement(part.digest, presence, nonfinite, fault is not None)
+        header = exchange_header(statement, part.device, part.groups, self.runtime.timeout_s)
+        return _Heard(part, header, presence, fault)
 
     def _nonfinite(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
         """bool []: a local gradient is inf or nan. None if that is not looked at."""
@@ -129,45 +163,46 @@ class Agreement:
         return ~torch.isfinite(torch.nn.utils.get_total_norm(present, float("inf")))
 
     def _on_host(
-        self,
-        plan: Plan,
-        parts: Sequence[MeshPart],
-        headers: Sequence[tuple[Tensor, list[Presence]]],
+        self, plan: Plan, heard: Sequence[_Heard], gradients: Mapping[str, Tensor | None]
     ) -> Agreed:
-        verdicts = [read_header(header.cpu(), presence) for header, presence in headers]
-        for part, verdict in zip(parts, verdicts, strict=True):
-            if not verdict.same_plan and not any(header.is_cuda for header, _ in headers):
-                raise _plans_differ(plan, part)
-        refused = self._judge(verdicts, "this step")
-        missing = {
-            part.fqns[index]
-            for part, verdict in zip(parts, verdicts, strict=True)
-            for index in verdict.missing
-        }
-        return Agreed(refused, None, frozenset(missing))
+        answers = [(each, read_header(each.header.cpu(), each.presence)) for each in heard]
+        for each, verdict in answers:
+            if not verdict.fault and not verdict.same_plan and not each.header.is_cuda:
+                raise _plans_differ(plan, each.part)
+        refused = self._judge(answers, "this step")
+        missing = {each.part.fqns[i] for each, verdict in answers for i in verdict.missing}
+        return Agreed(refused, None, frozenset(missing), gradients)
 
     def _on_device(
         self,
-        headers: Sequence[tuple[Tensor, list[Presence]]],
+        heard: Sequence[_Heard],
         gradients: Mapping[str, Tensor | None],
+        parameters: Mapping[str, Tensor],
     ) -> Agreed:
         refuse = self.runtime.nonfinite != "allow"
-        device = next(header.device for header, _ in headers if header.is_cuda)
-        words = [accepted(header, refuse).to(device) for header, _ in headers]
-        for header, presence in headers:
-            host = torch.empty(header.shape, dtype=header.dtype, pin_memory=True)
-            host.copy_(header, non_blocking=True)
+        words = [accepted(each.header, refuse) for each in heard]
+        for each in heard:
+            host = torch.empty(each.header.shape, dtype=torch.uint8, pin_memory=True)
+            host.copy_(each.header, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-            self._deferred.append(_Deferred(host, presence, arrived))
-        # What this rank misses all ranks miss, or the device refuses the step.
-        absent = self.runtime.missing_grad == "error"
-        missing = frozenset(n for n, g in gradients.items() if g is None and absent)
-        return Agreed(False, torch.stack(words).all(), missing)
+            self._deferred.append(_Deferred(each, host, arrived))
+        # What this rank misses all ranks miss, or the device refuses the step. An empty shard
+        # knows nothing, and is taken to have what the others have.
+        missing = {
+            name
+            for name, gradient in gradients.items()
+            if gradient is None
+            and self.runtime.missing_grad == "error"
+            and local(parameters[name]).numel()
+        }
+        return Agreed(False, torch.stack(words).all(), frozenset(missing), gradients)
 
-    def _judge(self, verdicts: Sequence[Verdict], step: str) -> bool:
+    def _judge(self, answers: Sequence[tuple[_Heard, Verdict]], step: str) -> bool:
         """True if the step is refused by rule; raises if it is an error. Nothing was changed."""
-        for verdict in verdicts:
+        for heard, verdict in answers:
+            if verdict.fault:
+                _raise_fault(heard, step)
             if not verdict.same_plan:
                 raise RuntimeError(
                     f"{step} changed nothing: the ranks made different plans; call"
@@ -179,7 +214,7 @@ class Agreement:
                     f" {', '.join(verdict.conflict[:8])} and others have one; give all ranks"
                     " a gradient or none, or set Runtime(missing_grad='zero')"
                 )
-        finite = all(verdict.finite for verdict in verdicts)
+        finite = all(verdict.finite for _, verdict in answers)
         if finite or self.runtime.nonfinite == "allow":
             return False
         if self.runtime.nonfinite == "error":
@@ -189,6 +224,35 @@ class Agreement:
             )
         self.steps_skipped += 1
         return True
+
+
+def _read_gradients(
+    entries: Sequence[Trainable],
+) -> tuple[dict[str, Tensor | None], str | None]:
+    """(this rank's gradients by FQN, what is wrong with the first unusable one)."""
+    gradients: dict[str, Tensor | None] = {}
+    fault: str | None = None
+    for entry in entries:
+        try:
+            gradients[entry.fqn] = local_gradient(entry.fqn, entry.parameter)
+        except ValueError as error:
+            gradients[entry.fqn] = None
+            fault = fault or str(error)
+    return gradients, fault
+
+
+def _raise_fault(heard: _Heard, step: str) -> NoReturn:
+    """ValueError with the text of the rank that cannot take the step.
+
+    On CPU all ranks know of the fault now and exchange its text; on a GPU the others may have
+    gone on, so there each rank says what it knows.
+    """
+    texts = [heard.fault]
+    if not heard.header.is_cuda:
+        for group in heard.part.groups:
+            texts = [each for some in collectives.gather_objects(texts, group) for each in some]
+    known = next((text for text in texts if text is not None), "another rank says why")
+    raise ValueError(f"{step} changed nothing, a rank cannot take it: {known}")
 
 
 def _plans_differ(plan: Plan, part: MeshPart) -> RuntimeError:

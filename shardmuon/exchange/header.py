@@ -20,6 +20,7 @@ __all__ = [
     "HEADER_BYTES",
     "SLOTS",
     "Presence",
+    "Statement",
     "Verdict",
     "accepted",
     "exchange_header",
@@ -30,10 +31,11 @@ SLOTS = 4096
 """Parameters told apart; from there on, parameter i shares the slot of parameter i - SLOTS."""
 
 DIGEST_BYTES = 32
-HEADER_BYTES = 2 * DIGEST_BYTES + 1 + 2 * SLOTS
-_FINITE = 2 * DIGEST_BYTES
-_MISSING = slice(_FINITE + 1, _FINITE + 1 + SLOTS)
-_PRESENT = slice(_FINITE + 1 + SLOTS, HEADER_BYTES)
+_NONFINITE = 2 * DIGEST_BYTES
+_FAULT = _NONFINITE + 1
+_MISSING = slice(_FAULT + 1, _FAULT + 1 + SLOTS)
+_PRESENT = slice(_MISSING.stop, _MISSING.stop + SLOTS)
+HEADER_BYTES = _PRESENT.stop
 
 
 @dataclass(frozen=True)
@@ -46,44 +48,55 @@ class Presence:
 
 
 @dataclass(frozen=True)
+class Statement:
+    """What this rank has to say before a step.
+
+    digest: hex SHA-256 of its plan. nonfinite: bool [], None if nothing was found or looked for.
+    fault: it cannot take the step and comes to say so, since staying away would hang the others.
+    """
+
+    digest: str
+    presence: Sequence[Presence] = ()
+    nonfinite: Tensor | None = None
+    fault: bool = False
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What the ranks of a mesh agreed on, read on the host.
 
-    missing: indices of parameters that have no gradient on any rank. conflict: FQNs with a
-    gradient on some ranks only.
+    fault: some rank cannot take the step. missing: indices of parameters that have no gradient
+    on any rank. conflict: FQNs with a gradient on some ranks only.
     """
 
     same_plan: bool
+    fault: bool
     finite: bool
     conflict: tuple[str, ...]
     missing: frozenset[int]
 
 
 def exchange_header(
-    digest: str,
-    presence: Sequence[Presence],
+    statement: Statement,
     device: torch.device,
     groups: Sequence[collectives.Group],
-    nonfinite: Tensor | None = None,
-    timeout_s: float | None = None,
+    timeout_s: float | None,
 ) -> Tensor:
-    """Agree along the mesh's axes, whose process groups are `groups`; uint8 [HEADER_BYTES].
-
-    digest: hex SHA-256. nonfinite: bool [], or None if nothing was found or looked for.
-    """
-    plan = bytes.fromhex(digest)
+    """Agree along the mesh's axes, whose process groups are `groups`; uint8 [HEADER_BYTES]."""
+    plan = bytes.fromhex(statement.digest)
     mine = bytearray(HEADER_BYTES)
     mine[:DIGEST_BYTES] = plan
-    mine[DIGEST_BYTES:_FINITE] = bytes(255 - byte for byte in plan)
-    for index, parameter in enumerate(presence):
+    mine[DIGEST_BYTES:_NONFINITE] = bytes(255 - byte for byte in plan)
+    mine[_FAULT] = statement.fault
+    for index, parameter in enumerate(statement.presence):
         if not parameter.empty:
             start = _MISSING.start if parameter.missing else _PRESENT.start
             mine[start + index % SLOTS] = 1
     header = torch.frombuffer(mine, dtype=torch.uint8)
     if device.type == "cuda":  # a copy from pageable memory would wait for the device
         header = header.pin_memory().to(device, non_blocking=True)
-    if nonfinite is not None:
-        header[_FINITE] = nonfinite
+    if statement.nonfinite is not None:
+        header[_NONFINITE] = statement.nonfinite
     for group in groups:
         collectives.all_reduce_max_(header, group, timeout_s)
     return header
@@ -91,15 +104,15 @@ def exchange_header(
 
 def accepted(header: Tensor, refuse_nonfinite: bool) -> Tensor:
     """bool []: the step is taken. Computed where `header` lies, without a look from the host."""
-    plan = header[:DIGEST_BYTES] + header[DIGEST_BYTES:_FINITE] == 255
-    conflict = (header[_MISSING] & header[_PRESENT]).any()
-    good = plan.all() & ~conflict
-    return good & (header[_FINITE] == 0) if refuse_nonfinite else good
+    plan = header[:DIGEST_BYTES] + header[DIGEST_BYTES:_NONFINITE] == 255
+    conflict = header[_MISSING].bool() & header[_PRESENT].bool()
+    good = plan.all() & ~conflict.any() & (header[_FAULT] == 0)
+    return good & (header[_NONFINITE] == 0) if refuse_nonfinite else good
 
 
 def read_header(header: Tensor, presence: Sequence[Presence]) -> Verdict:
     """Verdict from an agreed header in host memory; the same on all ranks of the mesh."""
-    plan = header[:DIGEST_BYTES] + header[DIGEST_BYTES:_FINITE] == 255
+    plan = header[:DIGEST_BYTES] + header[DIGEST_BYTES:_NONFINITE] == 255
     missing, present = header[_MISSING].bool(), header[_PRESENT].bool()
     conflict = missing & present
     names: tuple[str, ...] = ()
@@ -109,4 +122,10 @@ def read_header(header: Tensor, presence: Sequence[Presence]) -> Verdict:
     if bool(missing.any()):
         slots = (missing & ~present).tolist()
         absent = frozenset(i for i in range(len(presence)) if slots[i % SLOTS])
-    return Verdict(bool(plan.all()), not bool(header[_FINITE]), names, absent)
+    return Verdict(
+        same_plan=bool(plan.all()),
+        fault=bool(header[_FAULT]),
+        finite=not bool(header[_NONFINITE]),
+        conflict=names,
+        missing=absent,
+    )
