@@ -18,14 +18,13 @@ class Worlds(ranks.RankPools):
     def _call(
         self, world: int, function: Any, arguments: tuple[object, ...], limit: float
     ) -> list[Any]:
-        if ranks.backend() == "nccl" and world > ranks.gpus():
-            pytest.skip(f"needs {world} GPUs, there are {ranks.gpus()}")
+        if ranks.backend() == "nccl" and world > ranks.capacity():
+            pytest.skip(f"needs {world} ranks with a GPU, there are {ranks.capacity()}")
         return super()._call(world, function, arguments, limit)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker and fix the thread count that bit-equality rests on."""
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+def pytest_configure() -> None:
+    """Fix the thread count that bit-equality rests on."""
     torch.set_num_threads(1)
 
 

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankError", "RankFailure", "RankPools", "RankTimeout", "backend", "device", "gpus"]
+__all__ = ["RankError", "RankFailure", "RankPools", "RankTimeout", "backend", "capacity", "device"]
 
 T = TypeVar("T")
 
@@ -90,16 +90,25 @@ def backend() -> str:
     return os.environ.get("SHARDMUON_TEST_BACKEND", "gloo")
 
 
-def gpus() -> int:
-    """Number of GPUs that ranks may use, 0 with gloo."""
-    return torch.cuda.device_count() if backend() == "nccl" else 0
+def ranks_per_gpu() -> int:
+    """Ranks that share one GPU, 1 unless the environment says otherwise."""
+    return int(os.environ.get("SHARDMUON_TEST_RANKS_PER_GPU", "1"))
+
+
+def capacity() -> int:
+    """Largest world that NCCL can serve on this machine's GPUs, 0 with gloo."""
+    return torch.cuda.device_count() * ranks_per_gpu() if backend() == "nccl" else 0
 
 
 def device() -> torch.device:
-    """Device of the calling rank's tensors."""
-    if backend() == "nccl":
-        return torch.device("cuda", dist.get_rank())
+    """Device of the calling rank's tensors; the CPU in the process that runs the tests."""
+    if backend() == "nccl" and dist.is_initialized():
+        return _gpu(dist.get_rank())
     return torch.device("cpu")
+
+
+def _gpu(rank: int) -> torch.device:
+    return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def _serve(rank: int, world: int, folder: str, connection: Connection) -> None:
@@ -111,14 +120,17 @@ def _serve(rank: int, world: int, folder: str, connection: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     torch.set_num_threads(1)
     if backend() == "nccl":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(_gpu(rank))
+        if ranks_per_gpu() > 1:
+            # NCCL refuses two ranks on one GPU of a host; ranks of "other hosts" use sockets.
+            os.environ["NCCL_HOSTID"] = f"rank{rank}"
     dist.init_process_group(
         backend(),
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=GROUP_TIMEOUT_S),
-        device_id=torch.device("cuda", rank) if backend() == "nccl" else None,
+        device_id=_gpu(rank) if backend() == "nccl" else None,
     )
     gc.freeze()  # torch's own objects make every later collection slow
     connection.send_bytes(pickle.dumps(None))

@@ -13,7 +13,7 @@ from tests import ranks
 from tests.conftest import Worlds
 from tests.problems import PLACEMENTS, Problem, match, solve
 
-WORLDS = [w for w in (2, 3, 4) if ranks.backend() == "gloo" or w <= ranks.gpus()] or [2]
+WORLDS = [w for w in (2, 3, 4) if ranks.backend() == "gloo" or w <= ranks.capacity()] or [2]
 SIDES = st.one_of(st.integers(1, 9), st.integers(10, 40))
 DTYPES = st.sampled_from([torch.float32, torch.float32, torch.bfloat16])
 

@@ -112,6 +112,7 @@ def test_skipped_steps_are_counted_and_training_goes_on() -> None:
     assert not any(map(torch.equal, tensors(optimizer, params), before))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_of_a_known_plan_never_waits_for_the_device() -> None:
     params = [nn.Parameter(value) for value in values(0)]
     groups: list[dict[str, Any]] = [
