@@ -227,6 +227,7 @@ def _norms_of_bare_updates(mode: str | None, placement: str) -> list[float]:
         "adjust_lr_fn": mode,
         "ns_coefficients": (1.0, 0.0, 0.0),
         "ns_steps": 1,
+        "ns_dtype": torch.float32,
     }
     shapes = ((64, 1), (18, 2304), (256, 64))
     problem = Problem(shapes=shapes, placements=(placement,), options=options, seed=1)

@@ -287,7 +287,8 @@ def _groups_added_later(folder: str) -> tuple[bool, bool, bool, bool, bool]:
     holder.register_parameter("bias", vector)
     named = dict(holder.named_parameters())
     matrices = [named[f"w{i}"] for i in range(3)]
-    optimizer = shardmuon.Muon([("w0", matrices[0]), ("w1", matrices[1])], lr=0.02)
+    settings: dict[str, Any] = {"lr": 0.02, "ns_dtype": torch.float32}
+    optimizer = shardmuon.Muon([("w0", matrices[0]), ("w1", matrices[1])], **settings)
     set_gradients(matrices, problem, 0, mesh)
     optimizer.step()
     set_gradients(matrices, problem, 1, mesh)
@@ -314,7 +315,7 @@ def _groups_added_later(folder: str) -> tuple[bool, bool, bool, bool, bool]:
         {"params": [("w2", matrices[2])]},
         {"params": [("bias", vector)], "algorithm": "adamw"},
     ]
-    fresh = shardmuon.Muon(groups, lr=0.02)
+    fresh = shardmuon.Muon(groups, **settings)
     restore(folder, holder, fresh)
     return untouched, moved, still, planned, fingerprint(holder, fresh) == before
 
