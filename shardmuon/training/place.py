@@ -6,6 +6,7 @@ Owns the start of the process group and the FSDP2 wrapping. Must not know optimi
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -53,10 +54,13 @@ def ranks_started() -> int:
 
 
 def launcher() -> str:
-    """The torchrun command that starts as many ranks again."""
+    """The command that starts as many ranks again, by this interpreter: no PATH is assumed."""
+    python = sys.executable.removeprefix(f"{os.getcwd()}/")
+    if "WORLD_SIZE" not in os.environ:
+        return python
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks_started()))
-    nodes = "" if local == ranks_started() else f"--nnodes {ranks_started() // local} "
-    return f"torchrun {nodes}--nproc-per-node {local}"
+    nodes = "--standalone" if local == ranks_started() else f"--nnodes {ranks_started() // local}"
+    return f"{python} -m torch.distributed.run {nodes} --nproc-per-node {local}"
 
 
 def choose_device(config: Mesh) -> torch.device:

@@ -23,7 +23,6 @@ from shardmuon.training.load import ConfigError, as_tree
 from shardmuon.training.loop import Parts, Trainer
 from shardmuon.training.metrics import MetricsFile
 from shardmuon.training.model import CausalLM, build
-from shardmuon.training.place import Place
 
 __all__ = ["Prepared", "prepare", "resume_command", "run"]
 
@@ -122,18 +121,17 @@ def _conclude(trainer: Trainer, arguments: Sequence[str]) -> None:
     print(f"metrics      {folder / 'metrics.jsonl'}")
     print(f"checkpoint   {newest}")
     if trainer.step < config.schedule.steps:
-        print(f"resume       {resume_command(config, arguments, trainer.place)}")
+        print(f"resume       {resume_command(config, arguments)}")
     else:
         longer = [*arguments, f"schedule.steps={2 * config.schedule.steps}"]
-        print(f"train longer {resume_command(config, longer, trainer.place)}")
+        print(f"train longer {resume_command(config, longer)}")
 
 
-def resume_command(config: Config, arguments: Sequence[str], here: Place) -> str:
+def resume_command(config: Config, arguments: Sequence[str]) -> str:
     """The shell command that continues this run."""
     dropped = ("checkpoint.resume=", "schedule.stop_at=")
     kept = [a for a in arguments if not a.startswith(dropped)]
     kept = list({a.partition("=")[0]: a for a in kept}.values())
     if config.schedule.stop_at is not None:
         kept.append("schedule.stop_at=null")
-    launcher = "python" if here.ranks == 1 else place.launcher()
-    return f"{launcher} {shlex.join(['train.py', *kept, 'checkpoint.resume=auto'])}"
+    return f"{place.launcher()} {shlex.join(['train.py', *kept, 'checkpoint.resume=auto'])}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ import pytest
 from shardmuon.exchange import collectives
 from shardmuon.training import main, run
 from shardmuon.training.load import load
-from shardmuon.training.place import Place
 from tests.training import launch
 
 TINY = str(launch.ROOT / "configs" / "tiny.yaml")
@@ -110,24 +110,23 @@ def test_alone_the_exit_code_is_2() -> None:
         (["c.yaml", "data.files=[a, b]"], "c.yaml 'data.files=[a, b]' checkpoint.resume=auto"),
     ],
 )
-def test_resume_command(arguments: list[str], expected: str) -> None:
-    import torch
-
-    here = Place(device=torch.device("cpu"), rank=0, ranks=1, mesh=None)
-    command = run.resume_command(load(TINY), arguments, here)
-    assert command == f"python train.py {expected}"
+def test_resume_command(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "executable", f"{os.getcwd()}/.venv/bin/python")
+    command = run.resume_command(load(TINY), arguments)
+    assert command == f".venv/bin/python train.py {expected}"
 
 
 def test_resume_command_lifts_an_early_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
+    monkeypatch.setattr(sys, "executable", "/opt/bin/python3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    here = Place(device=torch.device("cpu"), rank=0, ranks=4, mesh=None)
     config = load(TINY, ["schedule.stop_at=3"])
-    command = run.resume_command(config, [TINY, "schedule.stop_at=3"], here)
+    command = run.resume_command(config, [TINY, "schedule.stop_at=3"])
     assert command == (
-        f"torchrun --nnodes 2 --nproc-per-node 2 train.py {TINY} "
+        f"/opt/bin/python3 -m torch.distributed.run --nnodes 2 --nproc-per-node 2 train.py {TINY} "
         "schedule.stop_at=null checkpoint.resume=auto"
     )
 
