@@ -15,7 +15,7 @@ from typing import Any
 from shardmuon.planning.report import table
 from shardmuon.training import metrics
 
-__all__ = ["compare"]
+__all__ = ["compare", "main"]
 
 _HEADER = ("run", "steps", "val loss", "bits/byte", "fwd+bwd ms", "optimizer ms", "step ms", "GB")
 
@@ -48,5 +48,15 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def main(arguments: Sequence[str]) -> int:
+    """Print the table; exit code 2 and one line if a folder holds no metrics."""
+    try:
+        print(compare([Path(name) for name in arguments]))
+    except FileNotFoundError as error:
+        print(f"compare: no run at {error.filename}", file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    sys.stdout.write(compare([Path(name) for name in sys.argv[1:]]) + "\n")
+    sys.exit(main(sys.argv[1:]))
