@@ -18,8 +18,9 @@ TINY = str(launch.ROOT / "configs" / "tiny.yaml")
 
 
 @pytest.fixture(autouse=True)
-def no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bad input must end before a process group is asked for."""
+def nothing_around(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No runs of the user's to resume; bad input ends before a process group is asked for."""
+    monkeypatch.chdir(tmp_path)
 
     def start(*_: object) -> None:
         raise AssertionError("a process group was started")
