@@ -43,16 +43,7 @@ def layout_of(fqn: str, parameter: Tensor, default: DeviceMesh | None) -> Layout
     mesh = planning_mesh(device_mesh_of(parameter, default))
     if not isinstance(parameter, DTensor):
         return Layout(mesh)
-    placements = tuple(parameter.placements)
-    if len(placements) != 1:
-        raise _unsupported(fqn, parameter, "only meshes of one axis are supported yet")
-    splits = []
-    for axis, placement in enumerate(placements):
-        if type(placement) is Shard:
-            splits.append(Split(axis, placement.dim % parameter.ndim))
-        elif type(placement) is not Replicate:
-            raise _unsupported(fqn, parameter, f"{type(placement).__name__} is not supported yet")
-    layout = Layout(mesh, tuple(splits))
+    layout = Layout(mesh, _splits(fqn, parameter))
     rows, cols = parameter.shape
     block = layout.block(rows, cols, mesh.coordinates[collectives.rank()])
     held = tuple(local(parameter).shape)
@@ -60,6 +51,32 @@ def layout_of(fqn: str, parameter: Tensor, default: DeviceMesh | None) -> Layout
         reason = f"this rank holds {held}, torch's rule of splitting gives {tuple(block)}"
         raise _unsupported(fqn, parameter, reason)
     return layout
+
+
+def _splits(fqn: str, parameter: DTensor) -> tuple[Split, ...]:
+    """The cuts of a DTensor in the order in which they were made, each dim by itself.
+
+    A Shard cuts before the axes to its right. A strided shard (FSDP2 over a tensor-parallel axis)
+    cuts after some of them: those whose sizes multiply to its `split_factor`.
+    """
+    sizes = parameter.device_mesh.shape
+    order: list[Split] = []
+    for axis, placement in reversed(list(enumerate(parameter.placements))):
+        if isinstance(placement, Replicate):
+            continue
+        factor = getattr(placement, "split_factor", 1)
+        dim = getattr(placement, "dim", None)
+        if dim is None or not (type(placement) is Shard or hasattr(placement, "split_factor")):
+            raise _unsupported(fqn, parameter, f"{type(placement).__name__} is not supported")
+        position, pieces = 0, 1
+        while pieces < factor and position < len(order):
+            earlier = order[position]
+            pieces *= sizes[earlier.axis] if earlier.dim == dim % parameter.ndim else 1
+            position += 1
+        if pieces != factor:
+            raise _unsupported(fqn, parameter, f"no axes make a split factor of {factor}")
+        order.insert(position, Split(axis, dim % parameter.ndim))
+    return tuple(order)
 
 
 def local_gradient(fqn: str, parameter: Tensor) -> Tensor | None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardmuon
 from tests import ranks
@@ -37,12 +38,13 @@ def _plan_of(kind: str) -> None:
     else:
         mesh = init_device_mesh(device.type, (2, size // 2), mesh_dim_names=("a", "b"))
         block = torch.ones(3, 2, device=device)
-        weight = DTensor.from_local(block, mesh, [Shard(0), Shard(1)])
+        foreign = _StridedShard(0, split_factor=3)  # no axis has three ranks
+        weight = DTensor.from_local(block, mesh, [foreign, Shard(0)], run_check=False)
     optimizer = shardmuon.Muon([("net.weight", nn.Parameter(weight))])
     print(optimizer.plan.report())
 
 
-@pytest.mark.parametrize(("kind", "world"), [("partial", 2), ("two axes", 4)])
+@pytest.mark.parametrize(("kind", "world"), [("partial", 2), ("split factor", 4)])
 def test_unsupported_placement_is_refused_by_name(pools: Worlds, kind: str, world: int) -> None:
     errors = pools.run_expecting_error(world, _plan_of, kind)
     assert {e.type_name for e in errors} == {"ValueError"}
