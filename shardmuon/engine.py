@@ -13,7 +13,7 @@ import json
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,11 +22,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardmuon.exchange import collectives
 from shardmuon.exchange.agreement import Agreed, Agreement, MeshPart
-from shardmuon.exchange.blocks import device_mesh_of, layout_of, local, planning_mesh
+from shardmuon.exchange.blocks import (
+    as_device_mesh,
+    device_mesh_of,
+    layout_of,
+    local,
+    matrix_view,
+    planning_mesh,
+)
 from shardmuon.exchange.pipeline import Member, Passage, Tally, Transit, run_buckets
-from shardmuon.groups import ADAMW, clean_fqn
+from shardmuon.groups import ADAMW, STRUCTURAL_KEYS, clean_fqn, cuts_of
 from shardmuon.planning.cost import newton_schulz_flops
-from shardmuon.planning.layout import Mesh
+from shardmuon.planning.layout import Box, Mesh
 from shardmuon.planning.plan import Matrix, Plan
 from shardmuon.planning.planner import make_plan
 from shardmuon.rules import RULES, Commit, Shard
@@ -57,12 +64,21 @@ class StepStats:
 
 @dataclass(frozen=True)
 class Entry:
-    """A trainable parameter with its name, group and mesh."""
+    """A trainable parameter with its name, group and mesh (None: this rank alone)."""
 
     fqn: str
     parameter: Tensor
     group: Group
+    device_mesh: DeviceMesh | None
     mesh: Mesh
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a matrix lies on this rank: index of its parameter's entry, and that one's box."""
+
+    entry: int
+    box: Box
 
 
 @dataclass(frozen=True)
@@ -74,7 +90,7 @@ class Prepared:
     plan: Plan
     passages: tuple[Passage, ...]
     parts: tuple[MeshPart, ...]
-    entries: Mapping[str, int] = field(default_factory=dict)
+    homes: Mapping[str, Home]
 
 
 def parameter_names(groups: Sequence[Group]) -> list[list[str]]:
@@ -88,7 +104,10 @@ def parameter_names(groups: Sequence[Group]) -> list[list[str]]:
 
 
 class Engine:
-    """Plans and runs steps. `default_mesh`: where plain tensors are replicated, or None."""
+    """Plans and runs steps. `default_mesh`: where plain tensors are replicated, or None.
+
+    A group's own `mesh` goes before it.
+    """
 
     def __init__(self, runtime: Runtime, default_mesh: DeviceMesh | None) -> None:
         self.runtime = runtime
@@ -129,12 +148,14 @@ class Engine:
         meshes: dict[DeviceMesh | None, Mesh] = {}
         entries = []
         for group, names in zip(groups, parameter_names(groups), strict=True):
+            group_mesh = as_device_mesh(group.get("mesh")) or self.default_mesh
             for fqn, parameter in zip(names, group["params"], strict=True):
                 if parameter.requires_grad:
-                    device_mesh = device_mesh_of(parameter, self.default_mesh)
+                    device_mesh = device_mesh_of(parameter, group_mesh)
                     if device_mesh not in meshes:
                         meshes[device_mesh] = planning_mesh(device_mesh)
-                    entries.append(Entry(fqn, parameter, group, meshes[device_mesh]))
+                    mesh = meshes[device_mesh]
+                    entries.append(Entry(fqn, parameter, group, device_mesh, mesh))
         return entries
 
     def _prepare_or_refuse(self, entries: Sequence[Entry]) -> tuple[Prepared, bool]:
@@ -142,11 +163,11 @@ class Engine:
         try:
             return self._prepare_locally(entries)
         except ValueError as error:
-            self._agreement.refuse(self._mesh_parts(None, entries), str(error))
+            self._agreement.refuse(_mesh_parts(None, entries), str(error))
 
     def _prepare_locally(self, entries: Sequence[Entry]) -> tuple[Prepared, bool]:
         """(prepared plan, whether it is new). No collective."""
-        key = tuple((entry.fqn, _settings(entry.group)) for entry in entries)
+        key = tuple((e.fqn, e.mesh, _settings(e.group), _structure(e.group)) for e in entries)
         old = self._prepared
         if (
             old is not None
@@ -158,7 +179,14 @@ class Engine:
         return self._prepared, True
 
     def _make(self, entries: Sequence[Entry], key: tuple[object, ...]) -> Prepared:
-        matrices = [self._matrix(entry) for entry in entries if _is_matrix(entry)]
+        matrices: list[Matrix] = []
+        homes: dict[str, Home] = {}
+        for index, entry in enumerate(entries):
+            for matrix in _matrices(entry):
+                coordinate = entry.mesh.coordinates[collectives.rank()]
+                box = matrix.layout.box(matrix.cut.shape, coordinate)
+                homes[matrix.id] = Home(index, box)
+                matrices.append(matrix)
         runtime = self.runtime
         plan = make_plan(
             matrices,
@@ -167,69 +195,31 @@ class Engine:
             settings=json.dumps([runtime.deterministic, runtime.missing_grad, runtime.nonfinite]),
         )
         self._warn_of_repeated_work(matrices)
-        device_meshes = self._device_meshes(entries)
-        devices = {entry.fqn: local(entry.parameter).device for entry in entries}
         return Prepared(
             key,
             tuple(weakref.ref(entry.parameter) for entry in entries),
             plan,
-            tuple(self._passages(plan, device_meshes, devices)),
-            self._mesh_parts(plan, entries),
-            {entry.fqn: index for index, entry in enumerate(entries)},
-        )
-
-    def _matrix(self, entry: Entry) -> Matrix:
-        rows, cols = entry.parameter.shape
-        dtype = _ns_dtype(entry)
-        return Matrix(
-            id=entry.fqn,
-            rows=rows,
-            cols=cols,
-            layout=layout_of(entry.fqn, entry.parameter, self.default_mesh),
-            wire_dtype=str(dtype).removeprefix("torch."),
-            wire_bytes=dtype.itemsize,
-            cost=newton_schulz_flops(rows, cols, entry.group["ns_steps"]),
-            settings=_settings(entry.group),
-            row_stats=RULES[entry.group["algorithm"]].row_stats,
+            tuple(self._passages(plan, entries, homes)),
+            _mesh_parts(plan, entries),
+            homes,
         )
 
     def _passages(
-        self,
-        plan: Plan,
-        device_meshes: Mapping[Mesh, DeviceMesh | None],
-        devices: Mapping[str, torch.device],
+        self, plan: Plan, entries: Sequence[Entry], homes: Mapping[str, Home]
     ) -> Iterator[Passage]:
         for bucket in plan.buckets:
-            device_mesh = device_meshes[bucket.mesh]
+            entry = entries[homes[bucket.matrices[0].id].entry]
             axes = (*bucket.sharded_axes, *bucket.replicated_axes)
-            on_gpu = devices[bucket.matrices[0].id].type == "cuda"
+            mesh, device = entry.device_mesh, _compute_device(entry)
             yield Passage(
                 bucket,
                 bucket.route(collectives.rank(), plan.exchange),
-                {axis: device_mesh.get_group(axis) for axis in axes} if device_mesh else {},
+                {axis: mesh.get_group(axis) for axis in axes} if mesh else {},
+                device,
                 getattr(torch, bucket.wire_dtype),
-                batched=on_gpu and not self.runtime.deterministic,
+                batched=device.type == "cuda" and not self.runtime.deterministic,
                 timeout_s=self.runtime.timeout_s,
             )
-
-    def _device_meshes(self, entries: Sequence[Entry]) -> dict[Mesh, DeviceMesh | None]:
-        return {e.mesh: device_mesh_of(e.parameter, self.default_mesh) for e in entries}
-
-    def _mesh_parts(self, plan: Plan | None, entries: Sequence[Entry]) -> tuple[MeshPart, ...]:
-        """What each mesh has to agree on, in an order that its ranks share; no plan fits none."""
-        parts = []
-        device_meshes = self._device_meshes(entries)
-        for mesh in sorted(device_meshes, key=lambda m: (-len(m.ranks), m.ranks, m.shape)):
-            members = {entry.fqn: entry.parameter for entry in entries if entry.mesh == mesh}
-            fqns = tuple(sorted(members))
-            text = json.dumps([plan.digest_of((mesh,)) if plan else None, fqns])
-            digest = hashlib.sha256(text.encode()).hexdigest()
-            device_mesh = device_meshes[mesh]
-            axes = [axis for axis, size in enumerate(mesh.shape) if size > 1]
-            groups = [device_mesh.get_group(axis) for axis in axes] if device_mesh else []
-            device = local(members[fqns[0]]).device
-            parts.append(MeshPart(mesh, fqns, digest, tuple(groups), device))
-        return tuple(parts)
 
     def _warn_of_repeated_work(self, matrices: Sequence[Matrix]) -> None:
         alone = [m for m in matrices if len(m.layout.mesh.ranks) == 1]
@@ -253,11 +243,11 @@ class Engine:
         tally = Tally()
         if not agreed.refused:
             commit = Commit(agreed.accepted)
-            step = _Step(entries, state, agreed, commit)
+            step = _Step(entries, prepared.homes, state, agreed, commit)
             run_buckets(
-                Transit(passage, step.members(passage, prepared.entries), commit, tally)
+                Transit(passage, step.members(passage), commit, tally)
                 for passage in prepared.passages
-                if not step.idle(passage, prepared.entries)
+                if not step.idle(passage)
             )
             step.adamw(groups)
         self._stats = StepStats(
@@ -273,36 +263,42 @@ class _Step:
     """Views of local tensors for one step that the ranks agreed on."""
 
     entries: Sequence[Entry]
+    homes: Mapping[str, Home]
     state: State
     agreed: Agreed
     commit: Commit
 
-    def idle(self, passage: Passage, index: Mapping[str, int]) -> bool:
+    def idle(self, passage: Passage) -> bool:
         """All matrices of the bucket lack gradients on all ranks, so nobody needs the exchange.
 
         Never on a GPU, where a rank knows only of its own gradients.
         """
-        entries = [self.entries[index[matrix.id]] for matrix in passage.bucket.matrices]
-        if local(entries[0].parameter).device.type != "cpu":
+        if passage.device.type != "cpu":
             return False
+        entries = (self.entries[self.homes[m.id].entry] for m in passage.bucket.matrices)
         return all(entry.fqn in self.agreed.missing for entry in entries)
 
-    def members(self, passage: Passage, index: Mapping[str, int]) -> list[Member]:
-        members = []
-        for matrix in passage.bucket.matrices:
-            entry = self.entries[index[matrix.id]]
-            missing, gradient = self._gradient(entry)
-            shard = Shard(
-                local(entry.parameter),
-                gradient,
-                {key: local(value) for key, value in self.state[entry.parameter].items()},
-                entry.group,
-                matrix.rows,
-                matrix.cols,
-            )
-            rule = RULES[entry.group["algorithm"]]
-            members.append(Member(rule, shard, matrix.settings, missing))
-        return members
+    def members(self, passage: Passage) -> list[Member]:
+        """This rank's view of every matrix of a bucket."""
+        return [self._member(matrix) for matrix in passage.bucket.matrices]
+
+    def _member(self, matrix: Matrix) -> Member:
+        home = self.homes[matrix.id]
+        entry = self.entries[home.entry]
+        missing, gradient = self._gradient(entry)
+
+        def view(tensor: Tensor) -> Tensor:
+            return matrix_view(tensor, matrix.cut, home.box)
+
+        shard = Shard(
+            view(local(entry.parameter)),
+            view(gradient),
+            {key: view(local(value)) for key, value in self.state[entry.parameter].items()},
+            entry.group,
+            matrix.rows,
+            matrix.cols,
+        )
+        return Member(RULES[entry.group["algorithm"]], shard, matrix.settings, missing)
 
     def adamw(self, groups: Sequence[Group]) -> None:
         """AdamW on the local tensors of its groups."""
@@ -325,8 +321,58 @@ class _Step:
         return missing, torch.zeros_like(local(entry.parameter)) if gradient is None else gradient
 
 
-def _is_matrix(entry: Entry) -> bool:
-    return entry.group["algorithm"] in RULES
+def _matrices(entry: Entry) -> Iterator[Matrix]:
+    """Matrices of a parameter; none for AdamW."""
+    if entry.group["algorithm"] not in RULES:
+        return
+    layout = layout_of(entry.fqn, entry.parameter, entry.device_mesh)
+    dtype = _ns_dtype(entry)
+    for suffix, cut in cuts_of(entry.parameter, entry.group):
+        if cut.flatten and any(split.dim > 1 for split in layout.splits):
+            raise ValueError(f"{entry.fqn}: flatten needs dims after the second unsharded")
+        if cut.flatten and not local(entry.parameter).is_contiguous():
+            raise ValueError(f"{entry.fqn}: flatten needs contiguous memory")
+        yield Matrix(
+            id=entry.fqn + suffix,
+            cut=cut,
+            layout=layout,
+            wire_dtype=str(dtype).removeprefix("torch."),
+            wire_bytes=dtype.itemsize,
+            cost=newton_schulz_flops(cut.rows, cut.cols, entry.group["ns_steps"]),
+            settings=_settings(entry.group),
+            row_stats=RULES[entry.group["algorithm"]].row_stats,
+        )
+
+
+def _mesh_parts(plan: Plan | None, entries: Sequence[Entry]) -> tuple[MeshPart, ...]:
+    """What each mesh has to agree on, in an order that its ranks share; no plan fits none."""
+    by_mesh: dict[Mesh, dict[str, Entry]] = {}
+    for entry in entries:
+        by_mesh.setdefault(entry.mesh, {})[entry.fqn] = entry
+    parts = []
+    for mesh in sorted(by_mesh, key=lambda m: (-len(m.ranks), m.ranks, m.shape)):
+        fqns = tuple(sorted(by_mesh[mesh]))
+        text = json.dumps([plan.digest_of((mesh,)) if plan else None, fqns])
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        first = by_mesh[mesh][fqns[0]]
+        axes = [axis for axis, size in enumerate(mesh.shape) if size > 1]
+        groups = [first.device_mesh.get_group(a) for a in axes] if first.device_mesh else []
+        parts.append(MeshPart(mesh, fqns, digest, tuple(groups), _compute_device(first)))
+    return tuple(parts)
+
+
+def _compute_device(entry: Entry) -> torch.device:
+    """Where matrices are exchanged and orthogonalized: on the mesh's device, even if offloaded."""
+    device = local(entry.parameter).device
+    mesh = entry.device_mesh
+    if mesh is not None and mesh.device_type == "cuda" and device.type != "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _structure(group: Group) -> str:
+    """Text of what a group's parameters are cut into."""
+    return str([group.get(key) for key in STRUCTURAL_KEYS])
 
 
 def _ns_dtype(entry: Entry) -> torch.dtype:
@@ -334,8 +380,7 @@ def _ns_dtype(entry: Entry) -> torch.dtype:
     chosen: torch.dtype | None = entry.group["ns_dtype"]
     if chosen is not None:
         return chosen
-    on_gpu = local(entry.parameter).device.type == "cuda"
-    return torch.bfloat16 if on_gpu else torch.float32
+    return torch.bfloat16 if _compute_device(entry).type == "cuda" else torch.float32
 
 
 def _settings(group: Group) -> str:

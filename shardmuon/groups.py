@@ -15,12 +15,21 @@ import torch
 from torch import Tensor
 
 from shardmuon.orthogonalize.coefficients import KELLER
+from shardmuon.planning.cut import Cut, cut_parameter
 
-__all__ = ["ADAMW", "MUON", "STRUCTURAL_KEYS", "check_group", "clean_fqn", "complete_group"]
+__all__ = [
+    "ADAMW",
+    "MUON",
+    "STRUCTURAL_KEYS",
+    "check_group",
+    "clean_fqn",
+    "complete_group",
+    "cuts_of",
+]
 
 MUON, ADAMW = "muon", "adamw"
 
-STRUCTURAL_KEYS = ("algorithm",)
+STRUCTURAL_KEYS = ("algorithm", "split_sizes", "num_heads", "transposed", "flatten")
 """Keys that say what a group is; compared on load, never taken from a file."""
 
 NS_DTYPES = (None, torch.float32, torch.bfloat16)
@@ -36,6 +45,10 @@ MUON_DEFAULTS: dict[str, Any] = {
     "adjust_lr_fn": None,
     "ns_dtype": None,
     "momentum_dtype": None,
+    "split_sizes": None,
+    "num_heads": None,
+    "transposed": False,
+    "flatten": False,
 }
 # The defaults of torch.optim.AdamW, which differ from Muon's.
 ADAMW_DEFAULTS: dict[str, Any] = {
@@ -64,7 +77,7 @@ def complete_group(group: Mapping[str, Any], muon_defaults: Mapping[str, Any]) -
     algorithm = group.get("algorithm", MUON)
     if algorithm not in _KEYS:
         raise ValueError(f"group key algorithm must be one of {sorted(_KEYS)}, got {algorithm!r}")
-    defaults = muon_defaults if algorithm == MUON else ADAMW_DEFAULTS
+    defaults = {**MUON_DEFAULTS, **muon_defaults} if algorithm == MUON else ADAMW_DEFAULTS
     for key in group:
         _check_key(key, algorithm)
     return {"algorithm": algorithm, **{key: defaults[key] for key in _KEYS[algorithm]}, **group}
@@ -73,7 +86,7 @@ def complete_group(group: Mapping[str, Any], muon_defaults: Mapping[str, Any]) -
 def _check_key(key: str, algorithm: str) -> None:
     """Refuse keys of the other algorithm and misspelt ones; frameworks may add their own."""
     own = _KEYS[algorithm]
-    if key in own or key in ("params", "param_names", "algorithm"):
+    if key in own or key in ("params", "param_names", "algorithm", "mesh"):
         return
     other = _KEYS[ADAMW if algorithm == MUON else MUON]
     if key in other:
@@ -94,22 +107,34 @@ def check_group(group: Mapping[str, Any], names: list[str]) -> None:
         if not is_valid(value):
             raise ValueError(f"{key} must be {allowed}, got {value!r}")
     for name, parameter in zip(names, group["params"], strict=True):
-        _check_parameter(name, parameter, group["algorithm"])
+        _check_parameter(name, parameter, group)
 
 
-def _check_parameter(name: str, parameter: Tensor, algorithm: str) -> None:
-    shape = tuple(parameter.shape)
+def cuts_of(parameter: Tensor, group: Mapping[str, Any]) -> list[tuple[str, Cut]]:
+    """The matrices of a parameter in a muon group, each with the suffix of its id."""
+    return cut_parameter(
+        parameter.shape,
+        split_sizes=group["split_sizes"],
+        num_heads=group["num_heads"],
+        transposed=group["transposed"],
+        flatten=group["flatten"],
+    )
+
+
+def _check_parameter(name: str, parameter: Tensor, group: Mapping[str, Any]) -> None:
     if not parameter.is_floating_point():
         raise ValueError(
             f"{name} has dtype {parameter.dtype}; only real floating point is supported"
         )
     if parameter.layout != torch.strided:
         raise ValueError(f"{name} has layout {parameter.layout}; only strided is supported")
-    if algorithm == MUON and parameter.ndim != 2:
-        raise ValueError(
-            f"{name} has shape {shape}; a muon group takes matrices (2 dims) only:"
-            " put it into a group with algorithm='adamw'"
-        )
+    if group["algorithm"] == MUON:
+        try:
+            cuts_of(parameter, group)
+        except ValueError as error:
+            raise ValueError(
+                f"{name}: {error}; or put it into a group with algorithm='adamw'"
+            ) from None
 
 
 def _number(value: object) -> bool:
@@ -138,6 +163,16 @@ def _betas(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_fraction, value))
 
 
+def _sizes(value: Any) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, (tuple, list)) and len(value) > 0 and all(map(_count, value))
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 def _float_dtype(value: Any) -> bool:
     return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
 
@@ -158,6 +193,10 @@ _MUON_CHECKS: dict[str, Check] = {
     ),
     "ns_dtype": (f"one of {NS_DTYPES}", lambda value: value in NS_DTYPES),
     "momentum_dtype": ("None or a floating dtype", _float_dtype),
+    "split_sizes": ("None or a list of integers above 0", _sizes),
+    "num_heads": ("None or an integer above 0", lambda value: value is None or _count(value)),
+    "transposed": ("a bool", lambda value: isinstance(value, bool)),
+    "flatten": ("a bool", lambda value: isinstance(value, bool)),
 }
 _ADAMW_CHECKS: dict[str, Check] = {
     "lr": ("a number >= 0", _at_least_zero),

@@ -6,20 +6,23 @@ change. How a step is planned, exchanged and run is the engine's; what it comput
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from shardmuon.engine import Engine, StepStats, parameter_names
-from shardmuon.exchange.blocks import local
+from shardmuon.exchange.blocks import as_device_mesh, local
 from shardmuon.groups import (
     ADAMW,
     ADAMW_DEFAULTS,
     MUON,
+    MUON_DEFAULTS,
     STRUCTURAL_KEYS,
     check_group,
     complete_group,
@@ -58,8 +61,8 @@ class Muon(Optimizer):
         ns_dtype: dtype of Newton-Schulz and of what is exchanged: ``torch.bfloat16`` or
             ``torch.float32``. ``None``: bf16 on CUDA, fp32 on CPU.
         momentum_dtype: dtype of the momentum buffer; ``None``: the parameter's.
-        mesh: DeviceMesh over which *plain* tensors are replicated, so that its ranks share the
-            work. DTensors bring their own.
+        mesh: DeviceMesh or process group (DDP's) over which *plain* tensors are replicated, so
+            that its ranks share the work. DTensors bring their own. A group may have its own.
         runtime: how steps run; see :class:`shardmuon.Runtime`.
 
     Raises:
@@ -84,7 +87,7 @@ class Muon(Optimizer):
         *,
         ns_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None,
-        mesh: DeviceMesh | None = None,
+        mesh: DeviceMesh | ProcessGroup | None = None,
         runtime: Runtime = Runtime(),  # noqa: B008  (frozen)
     ) -> None:
         defaults = {
@@ -99,12 +102,10 @@ class Muon(Optimizer):
             "ns_dtype": ns_dtype,
             "momentum_dtype": momentum_dtype,
         }
-        if mesh is not None and not isinstance(mesh, DeviceMesh):
-            raise ValueError(f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}")
         if not isinstance(runtime, Runtime):
             raise ValueError(f"runtime must be a shardmuon.Runtime, got {runtime!r}")
-        check_group({"algorithm": MUON, "params": [], **defaults}, [])
-        self._engine = Engine(runtime, mesh)
+        check_group({**MUON_DEFAULTS, "algorithm": MUON, "params": [], **defaults}, [])
+        self._engine = Engine(runtime, as_device_mesh(mesh))
         super().__init__(params, defaults)
 
     # -- a step ---------------------------------------------------------------------------------
@@ -168,6 +169,7 @@ class Muon(Optimizer):
             if group["algorithm"] == ADAMW:
                 for key in self.defaults.keys() - ADAMW_DEFAULTS.keys():
                     del group[key]
+            as_device_mesh(group.get("mesh"))
             names = parameter_names(self.param_groups)
             check_group(group, names[-1])
             _check_unique([name for names_of_group in names for name in names_of_group])
@@ -179,7 +181,10 @@ class Muon(Optimizer):
     def state_dict(self) -> StateDict:
         """As torch's: integer keys, this rank's shards. Local, and changes nothing."""
         self._reconcile_state()
-        return super().state_dict()
+        packed = super().state_dict()
+        for group in packed["param_groups"]:
+            group.pop("mesh", None)  # where ranks are is no business of a file
+        return packed
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load ours, or that of `torch.optim.Muon` into an optimizer of muon groups only. Local.
@@ -194,22 +199,29 @@ class Muon(Optimizer):
         for group, old in zip(self.param_groups, before, strict=True):
             for key, value in old.items():
                 group.setdefault(key, value)
+            if "momentum_dtype" in old:
+                group["momentum_dtype"] = old["momentum_dtype"]
         self._restore_dtypes(state_dict)
         self._reconcile_state()
 
     def _restore_dtypes(self, state_dict: StateDict) -> None:
         """Undo the base class's cast to the parameter's dtype: it costs fp32 momentum its bits."""
+        casts: set[str] = set()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, key in zip(group["params"], saved["params"], strict=True):
                 loaded = self.state.get(parameter, {})
                 if "momentum_buffer" in loaded:
                     value = state_dict["state"][key]["momentum_buffer"]
                     dtype = group["momentum_dtype"] or parameter.dtype
+                    if value.dtype != dtype:
+                        casts.add(f"{value.dtype} to {dtype}")
                     moved = value.to(device=loaded["momentum_buffer"].device, dtype=dtype)
                     loaded["momentum_buffer"] = moved.clone() if moved is value else moved
                 if "step" in loaded and isinstance(loaded["step"], Tensor):
                     counter = init_adamw_state(local(parameter))["step"]
                     loaded["step"] = counter.copy_(loaded["step"])
+        if casts:
+            warnings.warn(f"momentum was cast from {', '.join(sorted(casts))}", stacklevel=3)
 
     def _reconcile_state(self) -> None:
         """Make state for trainable parameters without it; drop that of parameters in no group.
@@ -262,12 +274,16 @@ def _check_unique(names: Sequence[str]) -> None:
 def _check_structure(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
     """Refuse a file whose groups are of another kind; torch's own files do not say theirs."""
     for number, (group, other) in enumerate(zip(groups, saved, strict=False)):
-        foreign = {"algorithm": ADAMW if "betas" in other else MUON, **other}
+        theirs = {"algorithm": ADAMW if "betas" in other else MUON, **other}
         for key in STRUCTURAL_KEYS:
-            if foreign[key] != group[key]:
-                raise ValueError(
-                    f"group {number} has {key}={group[key]!r}, the state dict {foreign[key]!r}"
-                )
+            here, there = group.get(key), theirs.get(key, group.get(key))
+            if _plain(there) != _plain(here):
+                raise ValueError(f"group {number} has {key}={here!r}, the state dict {there!r}")
+
+
+def _plain(value: object) -> object:
+    """Lists and tuples alike."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _is_nonzero(value: Tensor) -> bool:

@@ -1,8 +1,8 @@
 """Which parameter takes which rule, and why.
 
 Owns the default rule of `param_groups` and its overrides. A parameter goes to Muon only for a
-positive reason (it is the weight of a hidden linear layer); everything unknown goes to AdamW and
-is listed.
+positive reason (it is the weight of a hidden linear layer, or a stack of experts that says which
+way its matrices lie); everything unknown goes to AdamW and is listed.
 """
 
 from __future__ import annotations
@@ -67,10 +67,11 @@ def param_groups(
 ) -> ParamGroups:
     """Sort the trainable parameters of `model` into groups for `Muon`.
 
-    Matrices of hidden layers take Muon. Embeddings (by module type), the output head, norms,
-    biases, routers and everything that is not the weight of a linear layer take AdamW; vectors and
-    scalars among them without weight decay. A tied weight appears once, as what its first name
-    says, or as an embedding or head if any name does.
+    Matrices of hidden layers take Muon: weights of `nn.Linear`, of Hugging Face's `Conv1D` (stored
+    transposed), and 3-D parameters [experts, ...] of modules with an attribute `is_transposed`.
+    Embeddings (by module type), the output head, norms, biases, routers and everything unknown
+    take AdamW; vectors and scalars among them without weight decay. A tied weight appears once, as
+    what its first name says, or as an embedding or head if any name does.
 
     muon, adamw: group keys for either kind. to_muon, to_adamw: patterns (`*` and `?`, as in
     `fnmatch`) on parameter names without wrapper prefixes; they override the default rule.
@@ -84,14 +85,15 @@ def param_groups(
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"pattern {pattern!r} matches no parameter")
     routed: list[Routed] = []
-    groups: dict[tuple[str, bool], list[tuple[str, Tensor]]] = {}
+    groups: dict[Kind, list[tuple[str, Tensor]]] = {}
     for parameter, (name, modules) in uses.items():
         rule, reason = _overridden(name, parameter, to_muon, to_adamw) or _default(
             parameter, modules, model
         )
         routed.append(Routed(name, tuple(parameter.shape), rule, reason))
         decays = rule == MUON or parameter.ndim >= 2
-        groups.setdefault((rule, decays), []).append((name, parameter))
+        kind = (rule, decays, rule == MUON and _is_transposed(modules))
+        groups.setdefault(kind, []).append((name, parameter))
     if not any(each.rule == MUON for each in routed):
         raise ValueError(
             "no parameter takes Muon: the model has no 2-D weight of a hidden nn.Linear (flattened"
@@ -100,17 +102,25 @@ def param_groups(
     return ParamGroups(_group_dicts(groups, muon or {}, adamw or {}), routed)
 
 
+Kind = tuple[str, bool, bool]
+"""(algorithm, takes weight decay, stored transposed): what parameters of one group share."""
+
+
 def _group_dicts(
-    groups: Mapping[tuple[str, bool], list[tuple[str, Tensor]]],
+    groups: Mapping[Kind, list[tuple[str, Tensor]]],
     muon: Mapping[str, Any],
     adamw: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     dicts: list[dict[str, Any]] = []
-    for (rule, decays), params in sorted(groups.items(), key=lambda item: item[0], reverse=True):
+    order = sorted(groups, key=lambda kind: (kind[0] != MUON, not kind[1], kind[2]))
+    for kind in order:
+        rule, decays, transposed = kind
         keys = dict(muon if rule == MUON else adamw)
+        if transposed:
+            keys["transposed"] = True
         if not decays:
             keys["weight_decay"] = 0.0
-        dicts.append({**keys, "params": params, "algorithm": rule})
+        dicts.append({**keys, "params": groups[kind], "algorithm": rule})
     return dicts
 
 
@@ -141,7 +151,7 @@ def _overridden(
             f"{name} matches {matched[MUON]!r} (to_muon) and {matched[ADAMW]!r} (to_adamw)"
         )
     if matched[MUON] is not None:
-        if parameter.ndim != 2:
+        if parameter.ndim < 2:
             raise ValueError(
                 f"{name} has shape {tuple(parameter.shape)}, Muon takes matrices only; it matches"
                 f" {matched[MUON]!r} (to_muon)"
@@ -168,7 +178,23 @@ def _default(
         return ADAMW, "router"
     if parameter.ndim == 2 and all(isinstance(module, nn.Linear) for _, module in modules):
         return MUON, "weight of a hidden linear layer"
+    if parameter.ndim == 2 and all(_is_conv1d(module) for _, module in modules):
+        return MUON, "weight of a hidden Conv1D, stored transposed"
+    if parameter.ndim == 3 and all(hasattr(module, "is_transposed") for _, module in modules):
+        return MUON, "stack of experts"
     return ADAMW, f"unknown {parameter.ndim}-D parameter of {type(modules[0][1]).__name__}"
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Hugging Face's linear layer with weight [in, out]; known by name, so that nothing of
+    transformers is imported."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _is_transposed(modules: Sequence[tuple[str, nn.Module]]) -> bool:
+    return all(
+        _is_conv1d(module) or bool(getattr(module, "is_transposed", False)) for _, module in modules
+    )
 
 
 def _output_embedding(model: nn.Module) -> object:

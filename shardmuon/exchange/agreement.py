@@ -104,7 +104,8 @@ class Agreement:
         gradients, fault = _read_gradients(entries)
         parameters = {entry.fqn: entry.parameter for entry in entries}
         heard = [self._exchange(part, gradients, parameters, fault) for part in parts]
-        if is_new or not all(each.header.is_cuda for each in heard):
+        on_device = all(local(parameter).is_cuda for parameter in parameters.values())
+        if is_new or not on_device:  # tensors on the host cannot wait for the device's word
             return self._on_host(plan, heard, gradients)
         return self._on_device(heard, gradients, parameters)
 

@@ -6,14 +6,26 @@ matrix is ever exchanged under a wrong picture of where its pieces lie.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn import Parameter
 
 from shardmuon.exchange import collectives
-from shardmuon.planning.layout import Layout, Mesh, Split
+from shardmuon.planning.cut import Cut
+from shardmuon.planning.layout import Box, Layout, Mesh, Split
 
-__all__ = ["device_mesh_of", "layout_of", "local", "local_gradient", "planning_mesh"]
+__all__ = [
+    "as_device_mesh",
+    "device_mesh_of",
+    "layout_of",
+    "local",
+    "local_gradient",
+    "matrix_view",
+    "planning_mesh",
+]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -26,6 +38,17 @@ def device_mesh_of(tensor: Tensor, default: DeviceMesh | None) -> DeviceMesh | N
     return tensor.device_mesh if isinstance(tensor, DTensor) else default
 
 
+def as_device_mesh(place: Any) -> DeviceMesh | None:
+    """`place` (a DeviceMesh, a process group such as DDP's, or None) as a mesh. No collective."""
+    if place is None or isinstance(place, DeviceMesh):
+        return place
+    if not collectives.is_group(place):
+        raise ValueError(
+            f"mesh must be a DeviceMesh, a process group or None, got {type(place).__name__}"
+        )
+    return DeviceMesh.from_group(place, collectives.device_type(place))
+
+
 def planning_mesh(device_mesh: DeviceMesh | None) -> Mesh:
     """Torch-free copy of `device_mesh`; without one, this rank alone."""
     if device_mesh is None:
@@ -35,22 +58,43 @@ def planning_mesh(device_mesh: DeviceMesh | None) -> Mesh:
 
 
 def layout_of(fqn: str, parameter: Tensor, default: DeviceMesh | None) -> Layout:
-    """How the ranks hold `parameter` (2-D).
+    """How the ranks hold `parameter`.
 
     Raises ValueError, with name, placement and reason, for layouts that are not supported and
     where the local tensor is not the block that torch's rule of splitting gives.
     """
+    if type(local(parameter)) not in (Tensor, Parameter):
+        raise ValueError(
+            f"{fqn}: local tensors of type {type(local(parameter)).__name__} are not supported"
+        )
     mesh = planning_mesh(device_mesh_of(parameter, default))
     if not isinstance(parameter, DTensor):
         return Layout(mesh)
     layout = Layout(mesh, _splits(fqn, parameter))
-    rows, cols = parameter.shape
-    block = layout.block(rows, cols, mesh.coordinates[collectives.rank()])
+    box = layout.box(parameter.shape, mesh.coordinates[collectives.rank()])
     held = tuple(local(parameter).shape)
-    if held != (block.rows, block.cols):
-        reason = f"this rank holds {held}, torch's rule of splitting gives {tuple(block)}"
+    if held != tuple(stop - start for start, stop in box):
+        reason = f"this rank holds {held}, torch's rule of splitting gives {box}"
         raise _unsupported(fqn, parameter, reason)
     return layout
+
+
+def matrix_view(tensor: Tensor, cut: Cut, box: Box) -> Tensor:
+    """The block [block rows, block cols] of a matrix in a local tensor, sharing its memory.
+
+    box: what the local tensor holds of the parameter. [0, 0] if nothing of the matrix is here.
+    """
+    block, held = cut.block(box), cut.held(box)
+    if held is None or not block.numel:
+        return tensor.new_empty(0, 0)
+    if cut.flatten:
+        tensor = tensor.view(tensor.size(0), -1)
+    if cut.expert is not None:
+        tensor = tensor[cut.expert - box[0][0]]
+    if cut.transposed:
+        tensor = tensor.mT
+    first = cut.part_rows[0] + block.row_start - held[0][0]
+    return tensor[first : first + block.rows]
 
 
 def _splits(fqn: str, parameter: DTensor) -> tuple[Split, ...]:

@@ -26,7 +26,9 @@ __all__ = [
     "barrier",
     "broadcast_object",
     "calls",
+    "device_type",
     "gather_objects",
+    "is_group",
     "is_initialized",
     "rank",
     "start",
@@ -77,6 +79,16 @@ def rank() -> int:
 def world_size(group: Group = None) -> int:
     """Ranks in `group` (default: all), 1 without a process group."""
     return dist.get_world_size(group) if is_initialized() else 1
+
+
+def is_group(value: object) -> bool:
+    """True for a process group."""
+    return dist.is_available() and isinstance(value, dist.ProcessGroup)
+
+
+def device_type(group: Group) -> str:
+    """Kind of device that `group` communicates from."""
+    return "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
 
 
 def start(backend: str, timeout_s: float, device: torch.device | None = None) -> None:

@@ -40,6 +40,11 @@ class Member:
     settings: str
     missing: bool
 
+    @property
+    def idle(self) -> bool:
+        """Nothing to do here: no gradient on any rank, or an empty block."""
+        return self.missing or self.shard.parameter.numel() == 0
+
 
 @dataclass
 class Tally:
@@ -52,11 +57,16 @@ class Tally:
 
 @dataclass(frozen=True)
 class Passage:
-    """How this rank carries a bucket, fixed by the plan. groups: process group by mesh axis."""
+    """How this rank carries a bucket, fixed by the plan.
+
+    groups: process group by mesh axis. device: of the exchange and of Newton-Schulz; parameters
+    may lie elsewhere (CPU offload). dtype: on the wire.
+    """
 
     bucket: Bucket
     route: Route
     groups: Mapping[int, collectives.Group]
+    device: torch.device
     dtype: torch.dtype
     batched: bool
     timeout_s: float | None
@@ -80,7 +90,7 @@ class Transit:
         buffer = self._buffer(hop.buffer_elements if hop else gather_size(route.departing))
         places = dict(_places(route.departing, buffer))
         for index, member in enumerate(self.members):
-            if not member.missing:
+            if not member.idle:
                 block = member.rule.prepare(member.shard, self.commit)
                 if index in places:
                     places[index].view(block.shape).copy_(block)
@@ -120,19 +130,16 @@ class Transit:
         for parcel in route.held:
             member = self.members[parcel.matrix]
             elements = self.cargo.pop((parcel.matrix, parcel.origin))
-            if not member.missing:
+            if not member.idle:
                 count = parcel.block.numel
+                elements = elements.to(member.shard.parameter.device)
                 update = elements[:count].view(member.shard.parameter.shape)
                 stats = row_stats_from_wire(elements[count:]) if member.rule.row_stats else None
                 member.rule.apply(member.shard, update, stats, self.commit)
 
-    @property
-    def _device(self) -> torch.device:
-        return self.members[0].shard.parameter.device
-
     def _buffer(self, elements: int) -> Tensor:
         """Zeros, so that padding and missing gradients never send uninitialized memory."""
-        return torch.zeros(elements, dtype=self.passage.dtype, device=self._device)
+        return torch.zeros(elements, dtype=self.passage.dtype, device=self.passage.device)
 
     def _send(self, hop: Hop) -> None:
         """Pack what this rank holds for `hop` and start it."""
@@ -157,7 +164,9 @@ class Transit:
     def _assemble(self, index: int, parcels: Sequence[Parcel]) -> Tensor:
         """The whole matrix, fresh, contiguous and row-major: equal bits rest on that."""
         matrix = self.passage.bucket.matrices[index]
-        whole = torch.empty(matrix.rows, matrix.cols, dtype=self.passage.dtype, device=self._device)
+        whole = torch.empty(
+            matrix.rows, matrix.cols, dtype=self.passage.dtype, device=self.passage.device
+        )
         for parcel in parcels:
             block = parcel.block
             rows = whole[block.row_start : block.row_stop, block.col_start : block.col_stop]
@@ -187,7 +196,7 @@ class Transit:
         block = parcel.block
         rows = slice(block.row_start, block.row_stop)
         piece = update[rows, block.col_start : block.col_stop].reshape(-1).to(self.passage.dtype)
-        if row_stats is None or not block.cols:
+        if row_stats is None:
             return piece
         return torch.cat([piece, row_stats_to_wire(row_stats[rows], self.passage.dtype)])
 

@@ -1,8 +1,8 @@
 """Where the pieces of a matrix lie: meshes, splits and the rectangle that each rank holds.
 
-Owns the one description that covers every layout: on a mesh, each axis either replicates a matrix
-or splits one of its two dims, and so every rank holds one rectangle (a `Block`, maybe empty).
-Rows are dim 0 and columns dim 1. The rule of splitting is torch's (`torch.chunk`, FSDP2): the
+Owns the one description that covers every layout: on a mesh, each axis either replicates a
+parameter or splits one of its dims, so every rank holds one `Box` of it, and of each matrix in it
+one rectangle (a `Block`, maybe empty). The rule of splitting is torch's (`torch.chunk`, FSDP2): the
 first ranks get `ceil(length / parts)`, later ones less or nothing, without padding.
 """
 
@@ -15,7 +15,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["Block", "Coordinate", "Layout", "Mesh", "Split", "chunk"]
+__all__ = ["EMPTY", "Block", "Box", "Coordinate", "Layout", "Mesh", "Split", "chunk"]
 
 Coordinate = tuple[int, ...]
 
@@ -41,8 +41,14 @@ class Block(NamedTuple):
         return self.rows * self.cols
 
 
+EMPTY = Block(0, 0, 0, 0)
+
+Box = tuple[tuple[int, int], ...]
+"""Half-open ranges of a parameter, one per dim."""
+
+
 class Split(NamedTuple):
-    """Mesh axis `axis` splits tensor dim `dim` (0 rows, 1 columns)."""
+    """Mesh axis `axis` splits tensor dim `dim`."""
 
     axis: int
     dim: int
@@ -84,7 +90,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a mesh holds a matrix: `splits` in the order in which they cut; other axes replicate."""
+    """How a mesh holds a parameter: `splits` in the order of the cuts; other axes replicate."""
 
     mesh: Mesh
     splits: tuple[Split, ...] = ()
@@ -106,12 +112,26 @@ class Layout:
         axes = {split.axis for split in self.splits}
         return tuple(a for a, size in enumerate(self.mesh.shape) if a not in axes and size > 1)
 
-    def block(self, rows: int, cols: int, coordinate: Coordinate) -> Block:
-        """The rectangle of a rows x cols matrix that the rank at `coordinate` holds."""
-        ranges = [(0, rows), (0, cols)]
+    def box(self, shape: Sequence[int], coordinate: Coordinate) -> Box:
+        """What the rank at `coordinate` holds of a parameter of global `shape`."""
+        ranges = [(0, length) for length in shape]
         for axis, dim in self.splits:
             ranges[dim] = chunk(*ranges[dim], self.mesh.shape[axis], coordinate[axis])
-        return Block(*ranges[0], *ranges[1])
+        return tuple(ranges)
+
+    def holders(self, shape: Sequence[int], box: Box) -> tuple[int, ...]:
+        """Ranks that hold all of `box`; none if it is cut."""
+        ranges = [(0, length) for length in shape]
+        choices: list[Sequence[int]] = [range(size) for size in self.mesh.shape]
+        for axis, dim in self.splits:
+            start, stop = ranges[dim]
+            size = -(-(stop - start) // self.mesh.shape[axis])
+            position = (box[dim][0] - start) // size if size else 0
+            ranges[dim] = chunk(start, stop, self.mesh.shape[axis], position)
+            if box[dim][1] > ranges[dim][1]:
+                return ()
+            choices[axis] = (position,)
+        return tuple(self.mesh.rank_at(coordinate) for coordinate in product(*choices))
 
     def describe(self) -> str:
         """Short text such as `(R, S0) on 2x4`, for reports."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardmuon.planning.cut import Cut
 from shardmuon.planning.layout import Block, Coordinate, Layout, Mesh
 from shardmuon.planning.report import plan_report
 from shardmuon.planning.routes import ROW_STAT_BYTES, Route, make_route
@@ -21,17 +22,17 @@ __all__ = ["Bucket", "Matrix", "Plan"]
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix to orthogonalize, described by its global shape.
+    """One matrix to orthogonalize, described by its place in a parameter and its global shape.
 
-    id: FQN, or `group.position` for unnamed parameters. layout: how the mesh holds it.
-    wire_dtype: name of the dtype in which its blocks and updates travel; wire_bytes: per element.
+    id: FQN (or `group.position` for unnamed parameters), and the suffix of its cut. cut: where it
+    lies in the parameter. layout: how the mesh holds the parameter. wire_dtype: name of the dtype
+    in which its blocks and updates travel; wire_bytes: per element.
     cost: FLOPs of its Newton-Schulz. settings: what else must agree between ranks (canonical text).
     row_stats: the rule sends one float32 per row of the update along with it.
     """
 
     id: str
-    rows: int
-    cols: int
+    cut: Cut
     layout: Layout
     wire_dtype: str
     wire_bytes: int
@@ -39,9 +40,18 @@ class Matrix:
     settings: str = ""
     row_stats: bool = False
 
-    def __post_init__(self) -> None:
-        if self.rows < 0 or self.cols < 0:
-            raise ValueError(f"{self.id}: negative shape {self.rows}x{self.cols}")
+    @property
+    def rows(self) -> int:
+        return self.cut.rows
+
+    @property
+    def cols(self) -> int:
+        return self.cut.cols
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Global ranks that hold the whole matrix already."""
+        return self.layout.holders(self.cut.shape, self.cut.box)
 
     @property
     def total_bytes(self) -> int:
@@ -55,7 +65,7 @@ class Matrix:
 
     def block_at(self, coordinate: Coordinate) -> Block:
         """The rectangle held by the rank at `coordinate` of its mesh."""
-        return self.layout.block(self.rows, self.cols, coordinate)
+        return self.cut.block(self.layout.box(self.cut.shape, coordinate))
 
 
 @dataclass(frozen=True)
@@ -208,7 +218,7 @@ class Plan:
             [
                 [
                     matrix.id,
-                    [matrix.rows, matrix.cols],
+                    [matrix.rows, matrix.cols, matrix.cut.box, matrix.cut.shape],
                     matrix.wire_dtype,
                     matrix.settings,
                     [bucket.mesh.ranks, bucket.mesh.shape, matrix.layout.splits],

@@ -1,9 +1,9 @@
 """Makes plans: gives every matrix one owner and groups matrices into buckets.
 
 Owns the two decisions of planning. Owners: longest processing time first over all matrices at
-once, mesh by mesh, loads carried along. Buckets: each owner's matrices cut into portions of
-`bucket_bytes`; bucket k holds the k-th portion of every owner. Both are deterministic and do not
-depend on the order in which matrices are given.
+once, mesh by mesh, loads carried along; a matrix stays where it is whole if that costs no time.
+Buckets: each owner's matrices cut into portions of `bucket_bytes`; bucket k holds the k-th portion
+of every owner. Both are deterministic and do not depend on the order in which matrices are given.
 """
 
 from __future__ import annotations
@@ -40,20 +40,48 @@ def make_plan(
 def assign_owners(
     matrices: Sequence[Matrix], ranks: Sequence[int], loads: dict[int, int]
 ) -> dict[str, int]:
-    """Owner of each matrix by longest processing time first; adds to `loads` (FLOPs per rank).
+    """Owner of each matrix; adds to `loads` (FLOPs per rank).
+
+    Two plans by longest processing time first: one in which matrices that a rank holds whole stay
+    there (whole experts need no exchange), one in which all are free. Staying wins unless it
+    lengthens the step.
+    """
+    plans = [_longest_first(matrices, ranks, loads, stay) for stay in (True, False)]
+    owners, best = min(plans, key=lambda plan: max(plan[1][rank] for rank in ranks))
+    loads.update(best)
+    return owners
+
+
+def _longest_first(
+    matrices: Sequence[Matrix], ranks: Sequence[int], loads: dict[int, int], stay: bool
+) -> tuple[dict[str, int], dict[int, int]]:
+    """(owners, loads). `loads` is not changed.
 
     Ties between ranks go to the one with fewer matrices, then to the lower rank; between matrices
     of one cost to the lower id, so that the result depends on names and not on order.
     """
-    heap = [(loads[rank], 0, rank) for rank in ranks]
-    heapq.heapify(heap)
     owners: dict[str, int] = {}
-    for matrix in sorted(matrices, key=_longest_first):
-        load, count, rank = heap[0]
+    filled = {rank: loads[rank] for rank in ranks}
+    counts = dict.fromkeys(ranks, 0)
+
+    def give(matrix: Matrix, rank: int) -> None:
         owners[matrix.id] = rank
-        loads[rank] += matrix.cost
-        heapq.heapreplace(heap, (load + matrix.cost, count + 1, rank))
-    return owners
+        filled[rank] += matrix.cost
+        counts[rank] += 1
+
+    free = []
+    for matrix in sorted(matrices, key=_cost_order):
+        holders = matrix.holders if stay else ()
+        if holders and len(holders) < len(ranks):
+            give(matrix, min(holders, key=lambda rank: (filled[rank], counts[rank], rank)))
+        else:
+            free.append(matrix)
+    heap = [(filled[rank], counts[rank], rank) for rank in ranks]
+    heapq.heapify(heap)
+    for matrix in free:
+        give(matrix, rank := heap[0][2])
+        heapq.heapreplace(heap, (filled[rank], counts[rank], rank))
+    return owners, filled
 
 
 def make_buckets(
@@ -65,7 +93,7 @@ def make_buckets(
     A matrix larger than `bucket_bytes` is a portion of its own.
     """
     lanes: dict[tuple[object, ...], dict[int, list[Matrix]]] = defaultdict(dict)
-    for matrix in sorted(matrices, key=_longest_first):
+    for matrix in sorted(matrices, key=_cost_order):
         lanes[lane(matrix)].setdefault(owners[matrix.id], []).append(matrix)
     buckets: list[Bucket] = []
     for _, queues in sorted(lanes.items(), key=lambda item: str(item[0])):
@@ -93,5 +121,5 @@ def _portions(queue: Sequence[Matrix], bucket_bytes: int) -> list[list[Matrix]]:
     return portions
 
 
-def _longest_first(matrix: Matrix) -> tuple[int, str]:
+def _cost_order(matrix: Matrix) -> tuple[int, str]:
     return -matrix.cost, matrix.id

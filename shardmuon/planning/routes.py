@@ -194,7 +194,7 @@ class _RouteMaker:
     def parcel(self, index: int, origin: Coordinate) -> Parcel:
         matrix = self._matrices[index]
         block = matrix.block_at(origin)
-        statistics = block.rows * matrix.row_stat_elements if block.cols else 0
+        statistics = block.rows * matrix.row_stat_elements
         return Parcel(index, origin, block, block.numel, block.numel + statistics)
 
     def parcels_at(self, index: int, holder: Coordinate, depth: int) -> Parcels:

@@ -164,10 +164,49 @@ def test_parameter_matched_for_both_rules_is_an_error() -> None:
         )
 
 
-@pytest.mark.parametrize("pattern", ["*.experts", "norm.weight"])
-def test_non_matrix_cannot_be_sent_to_muon(pattern: str) -> None:
-    with pytest.raises(ValueError, match=pattern.strip("*.")):
-        shardmuon.param_groups(Transformer("wte", "lm_head"), to_muon=[pattern])
+def test_non_matrix_cannot_be_sent_to_muon() -> None:
+    with pytest.raises(ValueError, match=r"norm\.weight"):
+        shardmuon.param_groups(Transformer("wte", "lm_head"), to_muon=["norm.weight"])
+
+
+class Conv1D(nn.Module):
+    """A linear layer as Hugging Face stores GPT-2's: weight [in, out]."""
+
+    def __init__(self, rows: int, cols: int) -> None:
+        super().__init__()
+        self.nf = rows
+        self.weight = nn.Parameter(torch.zeros(cols, rows))
+        self.bias = nn.Parameter(torch.zeros(rows))
+
+
+class Experts(nn.Module):
+    """Stacked experts that say how their matrices lie."""
+
+    def __init__(self, is_transposed: bool) -> None:
+        super().__init__()
+        self.is_transposed = is_transposed
+        self.gate_up_proj = nn.Parameter(torch.zeros(4, 6, 10))
+        self.gate_up_proj_bias = nn.Parameter(torch.zeros(4, 6))
+
+
+def test_orientation_follows_the_type_of_module() -> None:
+    model = nn.ModuleDict({"mlp": Conv1D(12, 8), "plain": Experts(False), "turned": Experts(True)})
+    groups = shardmuon.param_groups(model)
+    turned = {
+        name: group.get("transposed", False)
+        for group in groups
+        if group["algorithm"] == "muon"
+        for name, _ in group["params"]
+    }
+    assert turned == {
+        "mlp.weight": True,
+        "plain.gate_up_proj": False,
+        "turned.gate_up_proj": True,
+    }
+    owners = shardmuon.Muon(groups).plan.owners()
+    assert "turned.gate_up_proj[3]" in owners
+    rules = {row.name: row.rule for row in groups.table}
+    assert rules["plain.gate_up_proj_bias"] == "adamw"
 
 
 class Flat(nn.Module):

@@ -93,7 +93,7 @@ def test_unknown_algorithm_is_refused() -> None:
         shardmuon.Muon([{"params": [matrix()], "algorithm": "sgd"}])
 
 
-@pytest.mark.parametrize("shape", [(3,), (), (2, 3, 4), (2, 3, 2, 2)])
+@pytest.mark.parametrize("shape", [(3,), (), (2, 3, 2, 2)])
 def test_non_matrix_is_refused_by_name(shape: tuple[int, ...]) -> None:
     p = nn.Parameter(torch.ones(shape))
     with pytest.raises(ValueError, match=r"layer\.weight"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardmuon.planning.cost import newton_schulz_flops
+from shardmuon.planning.cut import Cut
 from shardmuon.planning.layout import Layout, Mesh, Split
 from shardmuon.planning.plan import Matrix
 
@@ -15,7 +16,7 @@ def rows_over(ranks: int) -> Layout:
 def matrix(name: str, rows: int, cols: int, layout: Layout, *, wire: str = "bfloat16") -> Matrix:
     """A matrix with the standard cost of five steps."""
     cost = newton_schulz_flops(rows, cols, 5)
-    return Matrix(name, rows, cols, layout, wire, 2 if wire == "bfloat16" else 4, cost)
+    return Matrix(name, Cut((rows, cols)), layout, wire, 2 if wire == "bfloat16" else 4, cost)
 
 
 def gpt2() -> list[tuple[str, int, int]]:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmuon.planning.layout import Block, Layout, Mesh, Split, chunk
+from shardmuon.planning.layout import Coordinate, Layout, Mesh, Split, chunk
 
 
 @given(st.integers(0, 70), st.integers(1, 9))
@@ -19,17 +19,22 @@ def test_chunk_is_that_of_torch(length: int, parts: int) -> None:
     assert [start for start, _ in ours[1:]] == [stop for _, stop in ours[:-1]]
 
 
+def rows_of(layout: Layout, rows: int, coordinate: Coordinate) -> int:
+    start, stop = layout.box((rows, 8), coordinate)[0]
+    return stop - start
+
+
 def test_uneven_rows_are_cut_ceil_first_without_padding() -> None:
     layout = Layout(Mesh((0, 1, 2, 3), (4,)), (Split(0, 0),))
-    assert [layout.block(18, 8, (i,)).rows for i in range(4)] == [5, 5, 5, 3]
-    assert [layout.block(1, 8, (i,)).rows for i in range(4)] == [1, 0, 0, 0]
+    assert [rows_of(layout, 18, (i,)) for i in range(4)] == [5, 5, 5, 3]
+    assert [rows_of(layout, 1, (i,)) for i in range(4)] == [1, 0, 0, 0]
 
 
 def test_later_cuts_divide_the_range_of_earlier_ones() -> None:
     mesh = Mesh(tuple(range(4)), (2, 2))
     inner_first = Layout(mesh, (Split(1, 0), Split(0, 0)))
-    blocks = [inner_first.block(16, 8, mesh.coordinates[rank]) for rank in range(4)]
-    assert [(b.row_start, b.row_stop) for b in blocks] == [(0, 4), (8, 12), (4, 8), (12, 16)]
+    boxes = [inner_first.box((16, 8), mesh.coordinates[rank]) for rank in range(4)]
+    assert [rows for rows, _ in boxes] == [(0, 4), (8, 12), (4, 8), (12, 16)]
 
 
 def test_both_dims_sharded_gives_rectangles_that_tile() -> None:
@@ -38,9 +43,9 @@ def test_both_dims_sharded_gives_rectangles_that_tile() -> None:
     cells = [
         (row, col)
         for c in mesh.coordinates.values()
-        for b in [layout.block(5, 7, c)]
-        for row in range(b.row_start, b.row_stop)
-        for col in range(b.col_start, b.col_stop)
+        for rows, cols in [layout.box((5, 7), c)]
+        for row in range(*rows)
+        for col in range(*cols)
     ]
     assert sorted(cells) == [(row, col) for row in range(5) for col in range(7)]
 
@@ -49,7 +54,7 @@ def test_axes_of_size_one_move_nothing() -> None:
     layout = Layout(Mesh((3, 5), (2, 1)), (Split(1, 0),))
     assert layout.sharded_axes == ()
     assert layout.replicated_axes == (0,)
-    assert layout.block(4, 4, (1, 0)) == Block(0, 4, 0, 4)
+    assert layout.box((4, 4), (1, 0)) == ((0, 4), (0, 4))
 
 
 def test_rank_at_inverts_coordinates() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardmuon.planning.cut import Cut
 from shardmuon.planning.layout import Layout, Mesh
 from shardmuon.planning.plan import Bucket, Matrix, Plan
 from shardmuon.planning.planner import make_plan
@@ -137,3 +138,20 @@ def test_an_empty_plan_reports_itself() -> None:
     plan = make_plan([], bucket_bytes=MIB)
     assert plan.imbalance == 1.0
     assert "0 matrices" in plan.report()
+
+
+def test_matrices_that_a_rank_holds_whole_stay_there_if_that_costs_no_time() -> None:
+    layout = rows_over(4)
+    stack = [Cut((8, 6, 10), expert) for expert in range(8)]
+    experts = [Matrix(f"e[{i}]", cut, layout, "bfloat16", 2, 100) for i, cut in enumerate(stack)]
+    plan = make_plan(experts, bucket_bytes=MIB)
+    assert plan.owners() == {f"e[{i}]": i // 2 for i in range(8)}
+    assert set(plan.bytes_sent().values()) == {0}
+    # One rank holds all of two experts, and would need the time of two: they part.
+    pair = [Matrix(f"e[{i}]", Cut((2, 6, 10), i), rows_over(1), "bfloat16", 2, 100) for i in (0, 1)]
+    assert set(make_plan(pair, bucket_bytes=MIB).owners().values()) == {0}
+    uneven = [
+        Matrix(f"e[{i}]", Cut((5, 6, 10), i), rows_over(4), "bfloat16", 2, cost)
+        for i, cost in enumerate((100, 100, 1, 1, 1))
+    ]
+    assert make_plan(uneven, bucket_bytes=MIB).makespan == 100
