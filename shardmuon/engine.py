@@ -114,6 +114,7 @@ class Engine:
         self.default_mesh = default_mesh
         self._stats = StepStats()
         self._prepared: Prepared | None = None
+        self._has_stepped = False
         self._agreement = Agreement(runtime)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -231,6 +232,16 @@ class Engine:
                 stacklevel=4,
             )
 
+    def _warn_of_no_gradients(self, agreed: Agreed) -> None:
+        gradients = agreed.gradients.values()
+        if not self._has_stepped and gradients and all(each is None for each in gradients):
+            warnings.warn(
+                "the first step found no gradient on any parameter; an optimizer that was built"
+                " before fully_shard holds parameters that the model no longer uses",
+                stacklevel=4,
+            )
+        self._has_stepped = True
+
     # -- one step -------------------------------------------------------------------------------
 
     def step(self, groups: Sequence[Group], state: State) -> None:
@@ -240,6 +251,7 @@ class Engine:
         entries = self._entries(groups)
         prepared, is_new = self._prepare_or_refuse(entries)
         agreed = self._agreement.open(prepared.plan, prepared.parts, entries, is_new)
+        self._warn_of_no_gradients(agreed)
         tally = Tally()
         if not agreed.refused:
             commit = Commit(agreed.accepted)

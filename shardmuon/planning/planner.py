@@ -23,33 +23,34 @@ def make_plan(
 ) -> Plan:
     """Plan all `matrices`; see `Plan` for `exchange` and `settings`.
 
-    Meshes are planned from the largest to the smallest, so that ranks that share a large mesh
-    agree on it whatever smaller meshes each of them is in.
+    Meshes are planned from the largest to the smallest, and loads are carried only to meshes
+    inside: all ranks of a mesh know of the meshes that contain it, and of no others for certain.
     """
     by_mesh: dict[Mesh, list[Matrix]] = defaultdict(list)
     for matrix in matrices:
         by_mesh[matrix.layout.mesh].append(matrix)
-    loads: dict[int, int] = defaultdict(int)
+    added: dict[Mesh, dict[int, int]] = {}
     buckets: list[Bucket] = []
     for mesh in sorted(by_mesh, key=lambda m: (-len(m.ranks), m.ranks, m.shape)):
-        owners = assign_owners(by_mesh[mesh], mesh.ranks, loads)
+        around = [load for other, load in added.items() if set(mesh.ranks) <= set(other.ranks)]
+        loads = {rank: sum(load[rank] for load in around) for rank in mesh.ranks}
+        owners, after = assign_owners(by_mesh[mesh], mesh.ranks, loads)
+        added[mesh] = {rank: after[rank] - loads[rank] for rank in mesh.ranks}
         buckets += make_buckets(by_mesh[mesh], owners, bucket_bytes)
     return Plan(tuple(buckets), exchange, settings)
 
 
 def assign_owners(
     matrices: Sequence[Matrix], ranks: Sequence[int], loads: dict[int, int]
-) -> dict[str, int]:
-    """Owner of each matrix; adds to `loads` (FLOPs per rank).
+) -> tuple[dict[str, int], dict[int, int]]:
+    """(owner of each matrix, loads with them); `loads` (FLOPs per rank) holds what was before.
 
     Two plans by longest processing time first: one in which matrices that a rank holds whole stay
     there (whole experts need no exchange), one in which all are free. Staying wins unless it
     lengthens the step.
     """
     plans = [_longest_first(matrices, ranks, loads, stay) for stay in (True, False)]
-    owners, best = min(plans, key=lambda plan: max(plan[1][rank] for rank in ranks))
-    loads.update(best)
-    return owners
+    return min(plans, key=lambda plan: max(plan[1].values()))
 
 
 def _longest_first(

@@ -66,8 +66,7 @@ def test_live_ns_steps_take_effect() -> None:
         p = nn.Parameter(torch.eye(3, 4))
         optimizer = shardmuon.Muon([p], ns_steps=5 if late else 2)
         if late:
-            p.grad = None
-            optimizer.step()
+            optimizer.prepare()
             optimizer.param_groups[0]["ns_steps"] = 2
         p.grad = torch.arange(12.0).view(3, 4)
         optimizer.step()

@@ -155,3 +155,25 @@ def test_matrices_that_a_rank_holds_whole_stay_there_if_that_costs_no_time() -> 
         for i, cost in enumerate((100, 100, 1, 1, 1))
     ]
     assert make_plan(uneven, bucket_bytes=MIB).makespan == 100
+
+
+def test_ranks_of_a_mesh_agree_whatever_other_meshes_each_is_in() -> None:
+    def on(*ranks: int) -> Layout:
+        return Layout(Mesh(ranks, (len(ranks),)))
+
+    world = [matrix(f"w{i}", 8 + i, 8, on(0, 1, 2, 3)) for i in range(5)]
+    halves = {
+        pair: [matrix(f"h{pair}{i}", 9, 9 + i, on(*pair)) for i in range(3)]
+        for pair in ((0, 1), (2, 3), (0, 2), (1, 3))
+    }
+    plans = {
+        rank: make_plan(
+            [*world, *(m for pair, ms in halves.items() if rank in pair for m in ms)],
+            bucket_bytes=MIB,
+        )
+        for rank in range(4)
+    }
+    for pair in halves:
+        mesh = Mesh(pair, (2,))
+        assert len({plans[rank].digest_of((mesh,)) for rank in pair}) == 1
+    assert len({plans[rank].digest_of((Mesh((0, 1, 2, 3), (4,)),)) for rank in range(4)}) == 1
