@@ -232,8 +232,8 @@ class Engine:
                 stacklevel=4,
             )
 
-    def _warn_of_no_gradients(self, agreed: Agreed) -> None:
-        gradients = agreed.gradients.values()
+    def _warn_of_no_gradients(self, entries: Sequence[Entry], agreed: Agreed) -> None:
+        gradients = [agreed.gradients[e.fqn] for e in entries if local(e.parameter).numel()]
         if not self._has_stepped and gradients and all(each is None for each in gradients):
             warnings.warn(
                 "the first step found no gradient on any parameter; an optimizer that was built"
@@ -251,7 +251,7 @@ class Engine:
         entries = self._entries(groups)
         prepared, is_new = self._prepare_or_refuse(entries)
         agreed = self._agreement.open(prepared.plan, prepared.parts, entries, is_new)
-        self._warn_of_no_gradients(agreed)
+        self._warn_of_no_gradients(entries, agreed)
         tally = Tally()
         if not agreed.refused:
             commit = Commit(agreed.accepted)
