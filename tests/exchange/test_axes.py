@@ -93,6 +93,9 @@ def on_one_rank() -> tuple[str, list[int]]:
 
 @pytest.mark.parametrize(("exchange", "bucket_bytes"), [("auto", 2000), ("all_gather", 2**26)])
 @pytest.mark.parametrize(("shape", "letters"), LAYOUTS)
+@pytest.mark.supports(
+    "meshes of two and three axes: HSDP, both dims sharded, one dim sharded twice"
+)
 def test_every_mesh_gives_the_bits_of_one_process(
     pools: Worlds, shape: tuple[int, ...], letters: str, exchange: Exchange, bucket_bytes: int
 ) -> None:
@@ -148,6 +151,9 @@ def placed_like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (2, 2, 2), (4, 2)])
+@pytest.mark.supports(
+    "FSDP2 over tensor parallelism, also with replicas (`parallelize_module`, `fully_shard`)"
+)
 def test_tensor_parallel_under_fsdp_gives_the_bits_of_one_process(
     pools: Worlds, shape: tuple[int, ...]
 ) -> None:

@@ -29,6 +29,7 @@ def _steps_from_equal_gradients() -> tuple[str, int, int]:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.supports("FSDP2 models (`fully_shard`)")
 def test_sharded_model_repeats_the_bits_of_one_rank(pools: Worlds, world: int) -> None:
     (one, _, _), *_ = pools.run(1, _steps_from_equal_gradients)
     answers = pools.run(world, _steps_from_equal_gradients)

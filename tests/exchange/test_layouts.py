@@ -57,6 +57,9 @@ def test_golden_values(pools: Worlds, world: int, golden: Golden) -> None:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.supports(
+    "meshes of one axis: `Shard(0)`, `Shard(1)`, `Replicate`; uneven, empty and one-row shards"
+)
 def test_bits_do_not_depend_on_the_layout(
     pools: Worlds,
     one_rank: Outcome,
@@ -78,6 +81,7 @@ def test_one_rank_follows_the_reference(pools: Worlds) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.supports("several placements in one group")
 def test_mixed_placements_in_one_group(pools: Worlds, one_rank: Outcome, world: int) -> None:
     for order in (("rows", "columns", "replicate"), ("replicate", "rows")):
         problem = Problem(steps=5, placements=order)
@@ -149,6 +153,7 @@ def test_every_matrix_is_orthogonalized_once_and_differs_from_sgd(
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.supports("bf16 and fp32 parameters in one group (fp32: 1e-4, bf16: one rounding)")
 def test_mixed_dtypes_do_not_meet_in_a_buffer(pools: Worlds, world: int) -> None:
     problem = Problem(
         shapes=((10, 8),) * 4,

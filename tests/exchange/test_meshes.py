@@ -63,6 +63,7 @@ def _replicated_plain_tensors(share: bool) -> tuple[str, int, int]:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("share", [True, False])
+@pytest.mark.supports("plain tensors replicated on several ranks, with `mesh=` and without")
 def test_plain_replicas_give_the_bits_of_one_process(
     pools: Worlds, world: int, share: bool
 ) -> None:
@@ -77,6 +78,7 @@ def test_plain_replicas_give_the_bits_of_one_process(
         assert all(sent == 0 for _, _, sent in answers)
 
 
+@pytest.mark.supports("plain tensors in one process without a process group")
 def test_one_process_without_a_group_gives_the_same_bits(pools: Worlds) -> None:
     if ranks.backend() != "gloo":
         pytest.skip("this process computes on the CPU")
@@ -120,6 +122,7 @@ def _plain_and_sharded() -> str:
     return digest(assert_ranks_agree([*params, *vectors, *momenta(optimizer, params)]))
 
 
+@pytest.mark.supports("plain tensors and DTensors in one group")
 def test_plain_and_sharded_parameters_in_one_group(pools: Worlds) -> None:
     (one,) = pools.run(1, _plain_and_sharded)
     assert set(pools.run(3, _plain_and_sharded)) == {one}
@@ -149,6 +152,7 @@ def _parts_of_the_world() -> tuple[list[Tensor], dict[str, int], list[int], int]
     return values, dict(optimizer.plan.owners()), members, counted
 
 
+@pytest.mark.supports("meshes over a part of the ranks (owners and updates)")
 def test_each_matrix_has_one_owner_in_its_own_mesh(pools: Worlds) -> None:
     answers = pools.run(4, _parts_of_the_world)
     right = pools.run(
@@ -187,6 +191,7 @@ def _rebuilt_meshes() -> bool:
     return True
 
 
+@pytest.mark.supports("meshes that are deleted and made again")
 def test_rebuilt_meshes_do_not_meet_old_groups(pools: Worlds) -> None:
     assert all(pools.run(4, _rebuilt_meshes))
 
