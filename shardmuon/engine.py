@@ -357,12 +357,15 @@ def _matrices(entry: Entry) -> Iterator[Matrix]:
 
 
 def _mesh_parts(plan: Plan | None, entries: Sequence[Entry]) -> tuple[MeshPart, ...]:
-    """What each mesh has to agree on, in an order that its ranks share; no plan fits none."""
+    """What each mesh has to agree on, small meshes first, the same order on all ranks.
+
+    Without a plan, parts that agree with no other rank's.
+    """
     by_mesh: dict[Mesh, dict[str, Entry]] = {}
     for entry in entries:
         by_mesh.setdefault(entry.mesh, {})[entry.fqn] = entry
     parts = []
-    for mesh in sorted(by_mesh, key=lambda m: (-len(m.ranks), m.ranks, m.shape)):
+    for mesh in sorted(by_mesh, key=lambda m: (len(m.ranks), m.ranks, m.shape)):
         fqns = tuple(sorted(by_mesh[mesh]))
         text = json.dumps([plan.digest_of((mesh,)) if plan else None, fqns])
         digest = hashlib.sha256(text.encode()).hexdigest()

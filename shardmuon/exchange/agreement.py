@@ -8,7 +8,7 @@ rank whose plan is new waits, because ranks that planned differently must not st
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn, Protocol
 
 import torch
@@ -17,16 +17,25 @@ from torch import Tensor
 from shardmuon.exchange import collectives
 from shardmuon.exchange.blocks import local, local_gradient
 from shardmuon.exchange.header import (
+    ERROR,
+    GOOD,
+    SKIP,
     Presence,
     Statement,
     Verdict,
-    accepted,
     exchange_header,
+    is_crowded,
+    note_severity,
     read_header,
+    read_word,
+    severity_of,
+    spread_severity,
 )
 from shardmuon.planning.layout import Mesh
 from shardmuon.planning.plan import Plan
 from shardmuon.runtime import Runtime
+
+_NONFINITE_SEVERITY = {"error": ERROR, "skip": SKIP, "allow": GOOD}
 
 __all__ = ["Agreed", "Agreement", "MeshPart", "Trainable"]
 
@@ -96,37 +105,35 @@ class Agreement:
     runtime: Runtime
     steps_skipped: int = 0
     _deferred: list[_Deferred] = field(default_factory=list)
+    _crowded: dict[Mesh, bool] = field(default_factory=dict)
 
     def open(
         self, plan: Plan, parts: Sequence[MeshPart], entries: Sequence[Trainable], is_new: bool
     ) -> Agreed:
-        """Agree on this step along every mesh. Raises the same error on all ranks, or none."""
+        """Agree on this step along every mesh. Raises on all ranks of these meshes, or on none."""
         gradients, fault = _read_gradients(entries)
         parameters = {entry.fqn: entry.parameter for entry in entries}
-        heard = [self._exchange(part, gradients, parameters, fault) for part in parts]
-        on_device = all(local(parameter).is_cuda for parameter in parameters.values())
-        if is_new or not on_device:  # tensors on the host cannot wait for the device's word
-            return self._on_host(plan, heard, gradients)
+        # Tensors on the host cannot wait for the device's word.
+        on_host = is_new or not all(local(p).is_cuda for p in parameters.values())
+        statements = [self._statement(part, gradients, parameters, fault) for part in parts]
+        heard = self._hear(parts, statements, fault, look=on_host)
+        if on_host:
+            on_cpu = not any(each.header.is_cuda for each in heard)
+            return self._on_host(plan if on_cpu else None, heard, gradients)
         return self._on_device(heard, gradients, parameters)
 
     def refuse(self, parts: Sequence[MeshPart], fault: str) -> NoReturn:
         """Tell the other ranks that this one has no plan, and raise like them: ValueError."""
-        for part in parts:
-            statement = Statement(part.digest, fault=True)
-            header = exchange_header(statement, part.device, part.groups, self.runtime.timeout_s)
-            _raise_fault(_Heard(part, header, (), fault), "this step")
+        statements = [Statement(part.digest, fault=True) for part in parts]
+        self._on_host(None, self._hear(parts, statements, fault, look=True), {})
         raise ValueError(fault)
 
     def compare(self, plan: Plan, parts: Sequence[MeshPart]) -> None:
         """Prove equal plans by their digests; RuntimeError naming the first difference."""
-        for part in parts:
-            statement = Statement(part.digest)
-            header = exchange_header(statement, part.device, part.groups, self.runtime.timeout_s)
-            verdict = read_header(header.cpu(), ())
-            if verdict.fault:
-                _raise_fault(_Heard(part, header, (), None), "prepare()")
-            if not verdict.same_plan:
-                raise _plans_differ(plan, part)
+        statements = [Statement(part.digest) for part in parts]
+        heard = self._hear(parts, statements, None, look=True)
+        answers = [(each, read_header(each.header.cpu(), ())) for each in heard]
+        self._judge(answers, "prepare()", plan)
 
     def raise_deferred(self) -> None:
         """Read the headers that earlier steps left on the device."""
@@ -136,13 +143,48 @@ class Agreement:
         answers = [(each.heard, read_header(each.host, each.heard.presence)) for each in deferred]
         self._judge(answers, "last step")
 
-    def _exchange(
+    def _hear(
+        self,
+        parts: Sequence[MeshPart],
+        statements: Sequence[Statement],
+        fault: str | None,
+        look: bool,
+    ) -> list[_Heard]:
+        """Exchange the headers of all meshes, so that what one found stops the step on all.
+
+        Meshes share ranks, and a rank takes a step on all of its meshes or on none. So each header
+        carries what the smaller meshes have found, and a second sweep, from large to small, brings
+        it back to meshes of which some rank is in several. look: the host may read headers.
+        """
+        crowded = sum(bool(part.groups) for part in parts) > 1
+        severity: Tensor | None = None
+        heard = []
+        for part, statement in zip(parts, statements, strict=True):
+            if severity is not None:
+                severity = severity.to(part.device)
+            said = replace(statement, elsewhere=severity, crowded=crowded)
+            header = exchange_header(said, part.device, part.groups, self.runtime.timeout_s)
+            heard.append(_Heard(part, header, statement.presence, fault))
+            severity = severity_of(header, _NONFINITE_SEVERITY[self.runtime.nonfinite])
+            if look:
+                self._crowded[part.mesh] = is_crowded(header)
+        for part in reversed(parts):
+            if self._crowded[part.mesh] and severity is not None:
+                severity = spread_severity(
+                    severity, part.device, part.groups, self.runtime.timeout_s
+                )
+        for each in heard:
+            assert severity is not None
+            note_severity(each.header, severity)
+        return heard
+
+    def _statement(
         self,
         part: MeshPart,
         gradients: Mapping[str, Tensor | None],
         parameters: Mapping[str, Tensor],
         fault: str | None,
-    ) -> _Heard:
+    ) -> Statement:
         presence = []
         for name in part.fqns:
             gradient = gradients[name]
@@ -151,9 +193,7 @@ class Agreement:
             empty = local(parameters[name]).numel() == 0 or (gradient is None and not absent)
             presence.append(Presence(name, absent, empty))
         nonfinite = self._nonfinite([gradients[name] for name in part.fqns])
-        statement = Statement(part.digest, presence, nonfinite, fault is not None)
-        header = exchange_header(statement, part.device, part.groups, self.runtime.timeout_s)
-        return _Heard(part, header, presence, fault)
+        return Statement(part.digest, presence, nonfinite, fault is not None)
 
     def _nonfinite(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
         """bool []: a local gradient is inf or nan. None if that is not looked at."""
@@ -164,13 +204,10 @@ class Agreement:
         return ~torch.isfinite(torch.nn.utils.get_total_norm(present, float("inf")))
 
     def _on_host(
-        self, plan: Plan, heard: Sequence[_Heard], gradients: Mapping[str, Tensor | None]
+        self, plan: Plan | None, heard: Sequence[_Heard], gradients: Mapping[str, Tensor | None]
     ) -> Agreed:
         answers = [(each, read_header(each.header.cpu(), each.presence)) for each in heard]
-        for each, verdict in answers:
-            if not verdict.fault and not verdict.same_plan and not each.header.is_cuda:
-                raise _plans_differ(plan, each.part)
-        refused = self._judge(answers, "this step")
+        refused = self._judge(answers, "this step", plan)
         missing = {each.part.fqns[i] for each, verdict in answers for i in verdict.missing}
         return Agreed(refused, None, frozenset(missing), gradients)
 
@@ -180,8 +217,7 @@ class Agreement:
         gradients: Mapping[str, Tensor | None],
         parameters: Mapping[str, Tensor],
     ) -> Agreed:
-        refuse = self.runtime.nonfinite != "allow"
-        words = [accepted(each.header, refuse) for each in heard]
+        word = read_word(heard[-1].header)
         for each in heard:
             host = torch.empty(each.header.shape, dtype=torch.uint8, pin_memory=True)
             host.copy_(each.header, non_blocking=True)
@@ -197,34 +233,53 @@ class Agreement:
             and self.runtime.missing_grad == "error"
             and local(parameters[name]).numel()
         }
-        return Agreed(False, torch.stack(words).all(), frozenset(missing), gradients)
+        return Agreed(False, word, frozenset(missing), gradients)
 
-    def _judge(self, answers: Sequence[tuple[_Heard, Verdict]], step: str) -> bool:
-        """True if the step is refused by rule; raises if it is an error. Nothing was changed."""
-        for heard, verdict in answers:
-            if verdict.fault:
-                _raise_fault(heard, step)
-            if not verdict.same_plan:
-                raise RuntimeError(
-                    f"{step} changed nothing: the ranks made different plans; call"
-                    " optimizer.prepare() on all ranks to see the first difference"
-                )
-            if verdict.conflict:
-                raise RuntimeError(
-                    f"{step} changed nothing: some ranks have no gradient for"
-                    f" {', '.join(verdict.conflict[:8])} and others have one; give all ranks"
-                    " a gradient or none, or set Runtime(missing_grad='zero')"
-                )
-        finite = all(verdict.finite for _, verdict in answers)
-        if finite or self.runtime.nonfinite == "allow":
-            return False
-        if self.runtime.nonfinite == "error":
+    def _judge(
+        self, answers: Sequence[tuple[_Heard, Verdict]], step: str, plan: Plan | None = None
+    ) -> bool:
+        """True if the step is refused by rule; raises if it is an error. Nothing was changed.
+
+        plan: given where all ranks are here and can exchange what they know of an error.
+        """
+        errors = [self._error(heard, verdict, step, plan) for heard, verdict in answers]
+        for error in errors:
+            if error is not None:
+                raise error
+        severity = max((verdict.severity for _, verdict in answers), default=GOOD)
+        if severity == ERROR:
             raise RuntimeError(
+                f"{step} changed nothing: ranks that share another mesh with this one refused it,"
+                " and say why"
+            )
+        self.steps_skipped += severity == SKIP
+        return severity == SKIP
+
+    def _error(
+        self, heard: _Heard, verdict: Verdict, step: str, plan: Plan | None
+    ) -> Exception | None:
+        """What is wrong on one mesh. Collective along it if ranks explain themselves."""
+        if verdict.fault:
+            return _fault_error(heard, step)
+        if not verdict.same_plan and plan is not None:
+            return _plans_differ(plan, heard.part)
+        if not verdict.same_plan:
+            return RuntimeError(
+                f"{step} changed nothing: the ranks made different plans; call"
+                " optimizer.prepare() on all ranks to see the first difference"
+            )
+        if verdict.conflict:
+            return RuntimeError(
+                f"{step} changed nothing: some ranks have no gradient for"
+                f" {', '.join(verdict.conflict[:8])} and others have one; give all ranks"
+                " a gradient or none, or set Runtime(missing_grad='zero')"
+            )
+        if not verdict.finite and self.runtime.nonfinite == "error":
+            return RuntimeError(
                 f"{step} changed nothing: a gradient is inf or nan on at least one rank; set"
                 " Runtime(nonfinite='skip') to skip such steps or 'allow' to take them"
             )
-        self.steps_skipped += 1
-        return True
+        return None
 
 
 def _read_gradients(
@@ -242,7 +297,7 @@ def _read_gradients(
     return gradients, fault
 
 
-def _raise_fault(heard: _Heard, step: str) -> NoReturn:
+def _fault_error(heard: _Heard, step: str) -> ValueError:
     """ValueError with the text of the rank that cannot take the step.
 
     On CPU all ranks know of the fault now and exchange its text; on a GPU the others may have
@@ -253,7 +308,7 @@ def _raise_fault(heard: _Heard, step: str) -> NoReturn:
         for group in heard.part.groups:
             texts = [each for some in collectives.gather_objects(texts, group) for each in some]
     known = next((text for text in texts if text is not None), "another rank says why")
-    raise ValueError(f"{step} changed nothing, a rank cannot take it: {known}")
+    return ValueError(f"{step} changed nothing, a rank cannot take it: {known}")
 
 
 def _plans_differ(plan: Plan, part: MeshPart) -> RuntimeError:

@@ -17,23 +17,35 @@ from torch import Tensor
 from shardmuon.exchange import collectives
 
 __all__ = [
+    "ERROR",
+    "GOOD",
     "HEADER_BYTES",
+    "SKIP",
     "SLOTS",
     "Presence",
     "Statement",
     "Verdict",
-    "accepted",
     "exchange_header",
+    "is_crowded",
+    "note_severity",
     "read_header",
+    "read_word",
+    "severity_of",
+    "spread_severity",
 ]
 
 SLOTS = 4096
 """Parameters told apart; from there on, parameter i shares the slot of parameter i - SLOTS."""
 
+GOOD, SKIP, ERROR = 0, 1, 2
+"""Severity of what was found: the step is taken, skipped by rule, or an error."""
+
 DIGEST_BYTES = 32
 _NONFINITE = 2 * DIGEST_BYTES
 _FAULT = _NONFINITE + 1
-_MISSING = slice(_FAULT + 1, _FAULT + 1 + SLOTS)
+_ELSEWHERE = _FAULT + 1
+_CROWDED = _ELSEWHERE + 1
+_MISSING = slice(_CROWDED + 1, _CROWDED + 1 + SLOTS)
 _PRESENT = slice(_MISSING.stop, _MISSING.stop + SLOTS)
 HEADER_BYTES = _PRESENT.stop
 
@@ -53,12 +65,15 @@ class Statement:
 
     digest: hex SHA-256 of its plan. nonfinite: bool [], None if nothing was found or looked for.
     fault: it cannot take the step and comes to say so, since staying away would hang the others.
+    elsewhere: severity [] uint8 of what it heard on other meshes. crowded: it is in several meshes.
     """
 
     digest: str
     presence: Sequence[Presence] = ()
     nonfinite: Tensor | None = None
     fault: bool = False
+    elsewhere: Tensor | None = None
+    crowded: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,8 @@ class Verdict:
     """What the ranks of a mesh agreed on, read on the host.
 
     fault: some rank cannot take the step. missing: indices of parameters that have no gradient
-    on any rank. conflict: FQNs with a gradient on some ranks only.
+    on any rank. conflict: FQNs with a gradient on some ranks only. severity: the worst that this
+    or any other mesh has found.
     """
 
     same_plan: bool
@@ -74,6 +90,7 @@ class Verdict:
     finite: bool
     conflict: tuple[str, ...]
     missing: frozenset[int]
+    severity: int
 
 
 def exchange_header(
@@ -88,6 +105,7 @@ def exchange_header(
     mine[:DIGEST_BYTES] = plan
     mine[DIGEST_BYTES:_NONFINITE] = bytes(255 - byte for byte in plan)
     mine[_FAULT] = statement.fault
+    mine[_CROWDED] = statement.crowded
     for index, parameter in enumerate(statement.presence):
         if not parameter.empty:
             start = _MISSING.start if parameter.missing else _PRESENT.start
@@ -97,17 +115,51 @@ def exchange_header(
         header = header.pin_memory().to(device, non_blocking=True)
     if statement.nonfinite is not None:
         header[_NONFINITE] = statement.nonfinite
+    if statement.elsewhere is not None:
+        header[_ELSEWHERE] = statement.elsewhere
     for group in groups:
         collectives.all_reduce_max_(header, group, timeout_s)
     return header
 
 
-def accepted(header: Tensor, refuse_nonfinite: bool) -> Tensor:
-    """bool []: the step is taken. Computed where `header` lies, without a look from the host."""
+def severity_of(header: Tensor, nonfinite: int) -> Tensor:
+    """uint8 []: the worst that is known of the step, computed where `header` lies.
+
+    nonfinite: severity of a non-finite gradient, which is the user's choice.
+    """
     plan = header[:DIGEST_BYTES] + header[DIGEST_BYTES:_NONFINITE] == 255
     conflict = header[_MISSING].bool() & header[_PRESENT].bool()
-    good = plan.all() & ~conflict.any() & (header[_FAULT] == 0)
-    return good & (header[_NONFINITE] == 0) if refuse_nonfinite else good
+    bad = ~plan.all() | conflict.any() | header[_FAULT].bool()
+    found = torch.maximum(bad * ERROR, header[_NONFINITE].bool() * nonfinite)
+    return torch.maximum(found.to(torch.uint8), header[_ELSEWHERE])
+
+
+def spread_severity(
+    severity: Tensor,
+    device: torch.device,
+    groups: Sequence[collectives.Group],
+    timeout_s: float | None,
+) -> Tensor:
+    """Maximum of `severity` over the ranks of a mesh, on its device."""
+    severity = severity.to(device, copy=True)
+    for group in groups:
+        collectives.all_reduce_max_(severity, group, timeout_s)
+    return severity
+
+
+def note_severity(header: Tensor, severity: Tensor) -> None:
+    """Write what all meshes together have found into an agreed header, for `read_header`."""
+    header[_ELSEWHERE] = severity
+
+
+def read_word(header: Tensor) -> Tensor:
+    """bool []: the step is taken, after `note_severity`; without a look from the host."""
+    return header[_ELSEWHERE] == GOOD
+
+
+def is_crowded(header: Tensor) -> bool:
+    """Some rank of the mesh is in other meshes too. Waits for the header's device."""
+    return bool(header[_CROWDED])
 
 
 def read_header(header: Tensor, presence: Sequence[Presence]) -> Verdict:
@@ -128,4 +180,5 @@ def read_header(header: Tensor, presence: Sequence[Presence]) -> Verdict:
         finite=not bool(header[_NONFINITE]),
         conflict=names,
         missing=absent,
+        severity=int(header[_ELSEWHERE]),
     )

@@ -10,16 +10,23 @@ import torch
 from torch import Tensor
 
 from shardmuon.exchange.header import (
+    ERROR,
+    GOOD,
     HEADER_BYTES,
+    SKIP,
     SLOTS,
     Presence,
     Statement,
-    accepted,
     exchange_header,
     read_header,
+    severity_of,
 )
 
 CPU = torch.device("cpu")
+
+
+def accepted(header: Tensor, refuse_nonfinite: bool) -> bool:
+    return int(severity_of(header, ERROR if refuse_nonfinite else GOOD)) == GOOD
 
 
 def digest(text: str) -> str:
@@ -43,9 +50,7 @@ def test_equal_statements_are_accepted() -> None:
     verdict = read_header(header, presence("pp"))
     assert (verdict.same_plan, verdict.fault, verdict.finite) == (True, False, True)
     assert (verdict.conflict, verdict.missing) == ((), frozenset())
-    word = accepted(header, refuse_nonfinite=True)
-    assert word.dtype == torch.bool
-    assert bool(word)
+    assert accepted(header, refuse_nonfinite=True)
 
 
 @pytest.mark.parametrize("place", range(32))
@@ -98,3 +103,12 @@ def test_parameters_beyond_the_slots_share_them() -> None:
     many = presence("p" * SLOTS + "m")
     header = meet([Statement(digest("a"), many)])
     assert read_header(header, many).conflict == ("w0", f"w{SLOTS}")
+
+
+@pytest.mark.parametrize("elsewhere", [GOOD, SKIP, ERROR])
+def test_the_worst_of_all_meshes_counts(elsewhere: int) -> None:
+    word = torch.tensor(elsewhere, dtype=torch.uint8)
+    header = meet([Statement(digest("a")), Statement(digest("a"), elsewhere=word)])
+    assert int(severity_of(header, ERROR)) == elsewhere
+    bad = Statement(digest("a"), nonfinite=torch.tensor(True), elsewhere=word)
+    assert int(severity_of(meet([bad]), SKIP)) == max(SKIP, elsewhere)
