@@ -70,6 +70,8 @@ def train(
     rank = torch.distributed.get_rank() if mesh is not None else 0
     assert optimizer.stats.bytes_sent == optimizer.plan.bytes_sent().get(rank, 0)
     assert optimizer.stats.bytes_received == optimizer.plan.bytes_received().get(rank, 0)
+    if mesh is not None:
+        check_collectives(optimizer, mesh, letters)
     state = [optimizer.state[p]["momentum_buffer"] for p in params]
     for p, momentum in zip(params, state, strict=True):
         if isinstance(p, DTensor) and isinstance(momentum, DTensor):
@@ -79,6 +81,15 @@ def train(
             torch.distributed.all_gather_object(gathered, digest([whole(p), whole(momentum)]))
             assert len(set(gathered)) == 1
     return digest([whole(t) for t in (*params, *state)]), counts
+
+
+def check_collectives(optimizer: shardmuon.Muon, mesh: DeviceMesh, letters: str) -> None:
+    """Two per sharded axis and one per replicated one in each bucket, and the header."""
+    axes = [letter for letter, size in zip(letters, mesh.shape, strict=True) if size > 1]
+    replicated = axes.count("R")
+    per_bucket = 2 * (len(axes) - replicated) + replicated
+    buckets = len(optimizer.plan.buckets)
+    assert optimizer.stats.collectives == buckets * per_bucket + len(axes)
 
 
 def on_mesh(

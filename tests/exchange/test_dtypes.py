@@ -17,7 +17,7 @@ import shardmuon
 from tests import models, ranks, reference
 from tests.conftest import Worlds
 from tests.grids import Grid, Weight, check, mesh_of, placed, random, same_bits, solve_alone
-from tests.problems import assert_ranks_agree, digest, local, whole, world_mesh
+from tests.problems import assert_ranks_agree, local, whole, world_mesh
 from tests.reference import Rule, relative_error
 
 RUNTIME = shardmuon.Runtime(deterministic=True)
@@ -107,7 +107,7 @@ def test_fsdp_mixed_precision_trains(pools: Worlds, dtype: torch.dtype) -> None:
         assert dtypes == [str(dtype)]
 
 
-def _offloaded(offload: bool) -> str:
+def _offloaded(offload: bool) -> list[Tensor]:
     """Three steps of a sharded model, on the CPU between steps or not."""
     options: dict[str, Any] = {"mesh": world_mesh()}
     if offload:
@@ -121,11 +121,20 @@ def _offloaded(offload: bool) -> str:
         models.backward(model, step)
         optimizer.step()
     # An offloaded DTensor cannot gather itself without a backend for the CPU.
-    return digest([local(p) for p in model.parameters()])
+    return [local(p).cpu() for p in model.parameters()]
 
 
+@pytest.mark.supports(
+    "CPU offload (`CPUOffloadPolicy`); on GPUs within 1e-3 of parameters kept there"
+)
 def test_cpu_offload_gives_the_same_result(pools: Worlds) -> None:
-    assert pools.run(2, _offloaded, True) == pools.run(2, _offloaded, False)
+    pairs = zip(pools.run(2, _offloaded, True), pools.run(2, _offloaded, False), strict=True)
+    for offloaded, kept in pairs:
+        for one, other in zip(offloaded, kept, strict=True):
+            if ranks.backend() == "gloo":
+                assert one.equal(other)
+            else:  # AdamW and the updates round on another device, and bf16 NS amplifies that
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-3)
 
 
 def _load_other_momentum(
