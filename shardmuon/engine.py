@@ -31,6 +31,7 @@ from shardmuon.exchange.blocks import (
     planning_mesh,
 )
 from shardmuon.exchange.pipeline import Member, Passage, Tally, Transit, run_buckets
+from shardmuon.exchange.replicas import differing_replicas
 from shardmuon.groups import ADAMW, STRUCTURAL_KEYS, clean_fqn, cuts_of
 from shardmuon.planning.cost import newton_schulz_flops
 from shardmuon.planning.layout import Box, Mesh
@@ -143,6 +144,21 @@ class Engine:
     def check(self) -> None:
         """Raise what the last step on a GPU found out and could not say without a stall."""
         self._agreement.raise_deferred()
+
+    def check_replicas(self, groups: Sequence[Group]) -> None:
+        """RuntimeError naming parameters whose replicas do not hold the same bits."""
+        lying = {
+            entry.fqn: (entry.parameter, entry.device_mesh)
+            for entry in self._entries(groups)
+            if entry.device_mesh is not None and len(entry.mesh.ranks) > 1
+        }
+        names = differing_replicas(lying, self.runtime.timeout_s)
+        if names:
+            raise RuntimeError(
+                f"replicas hold different values of {len(names)} parameters, the first is"
+                f" {names[0]}; give all ranks the same initial weights (the same seed), or load"
+                " one checkpoint on all"
+            )
 
     def _entries(self, groups: Sequence[Group]) -> list[Entry]:
         """All trainable parameters, group by group."""

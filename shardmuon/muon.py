@@ -143,6 +143,14 @@ class Muon(Optimizer):
         """Raise an error that a step on a GPU has found but not raised yet; waits for that step."""
         self._engine.check()
 
+    def check_replicas(self) -> None:
+        """Compare a hash of all parameters along replicated axes; collective, waits for the device.
+
+        Raises RuntimeError, the same on all ranks of a mesh, naming a parameter that differs. Call
+        it once before training: neither `fully_shard` nor this class makes replicas start alike.
+        """
+        self._engine.check_replicas(self.param_groups)
+
     @property
     def plan(self) -> Plan:
         """Who owns which matrix. Made locally, without a collective."""
