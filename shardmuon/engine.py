@@ -8,7 +8,6 @@ around it see the same plan.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import warnings
 import weakref
@@ -20,30 +19,34 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardmuon.entries import (
+    Entry,
+    Group,
+    compute_device,
+    list_entries,
+    matrices_of,
+    mesh_parts,
+    structure_of,
+)
 from shardmuon.exchange import collectives
 from shardmuon.exchange.agreement import Agreed, Agreement, MeshPart
 from shardmuon.exchange.blocks import (
-    as_device_mesh,
-    device_mesh_of,
-    layout_of,
     local,
     matrix_view,
-    planning_mesh,
 )
 from shardmuon.exchange.pipeline import Member, Passage, Tally, Transit, run_buckets
 from shardmuon.exchange.replicas import differing_replicas
-from shardmuon.groups import ADAMW, STRUCTURAL_KEYS, clean_fqn, cuts_of
-from shardmuon.planning.cost import newton_schulz_flops
-from shardmuon.planning.layout import Box, Mesh
-from shardmuon.planning.plan import Matrix, Plan
+from shardmuon.groups import ADAMW
+from shardmuon.planning.layout import Box
+from shardmuon.planning.matrix import Matrix
+from shardmuon.planning.plan import Plan
 from shardmuon.planning.planner import make_plan
 from shardmuon.rules import RULES, Commit, Shard
 from shardmuon.rules.adamw import ElementShard, adamw_step
 from shardmuon.runtime import Runtime
 
-__all__ = ["Engine", "StepStats", "parameter_names"]
+__all__ = ["Engine", "StepStats"]
 
-Group = Mapping[str, Any]
 State = MutableMapping[Tensor, dict[str, Tensor]]
 
 
@@ -64,17 +67,6 @@ class StepStats:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A trainable parameter with its name, group and mesh (None: this rank alone)."""
-
-    fqn: str
-    parameter: Tensor
-    group: Group
-    device_mesh: DeviceMesh | None
-    mesh: Mesh
-
-
-@dataclass(frozen=True)
 class Home:
     """Where a matrix lies on this rank: index of its parameter's entry, and that one's box."""
 
@@ -92,16 +84,6 @@ class Prepared:
     passages: tuple[Passage, ...]
     parts: tuple[MeshPart, ...]
     homes: Mapping[str, Home]
-
-
-def parameter_names(groups: Sequence[Group]) -> list[list[str]]:
-    """Name of each parameter of each group: its FQN, or `group.position` if it has none."""
-    return [
-        [clean_fqn(name) for name in group["param_names"]]
-        if "param_names" in group
-        else [f"{number}.{position}" for position in range(len(group["params"]))]
-        for number, group in enumerate(groups)
-    ]
 
 
 class Engine:
@@ -134,11 +116,11 @@ class Engine:
 
     def plan(self, groups: Sequence[Group]) -> Plan:
         """The plan for `groups`, made anew if anything that it depends on has changed."""
-        return self._prepare_locally(self._entries(groups))[0].plan
+        return self._prepare_locally(list_entries(groups, self.default_mesh))[0].plan
 
     def prepare(self, groups: Sequence[Group]) -> None:
         """Plan and prove on the host that the ranks of every mesh made the same plan."""
-        prepared, _ = self._prepare_or_refuse(self._entries(groups))
+        prepared, _ = self._prepare_or_refuse(list_entries(groups, self.default_mesh))
         self._agreement.compare(prepared.plan, prepared.parts)
 
     def check(self) -> None:
@@ -149,7 +131,7 @@ class Engine:
         """RuntimeError naming parameters whose replicas do not hold the same bits."""
         lying = {
             entry.fqn: (entry.parameter, entry.device_mesh)
-            for entry in self._entries(groups)
+            for entry in list_entries(groups, self.default_mesh)
             if entry.device_mesh is not None and len(entry.mesh.ranks) > 1
         }
         names = differing_replicas(lying, self.runtime.timeout_s)
@@ -160,31 +142,16 @@ class Engine:
                 " one checkpoint on all"
             )
 
-    def _entries(self, groups: Sequence[Group]) -> list[Entry]:
-        """All trainable parameters, group by group."""
-        meshes: dict[DeviceMesh | None, Mesh] = {}
-        entries = []
-        for group, names in zip(groups, parameter_names(groups), strict=True):
-            group_mesh = as_device_mesh(group.get("mesh")) or self.default_mesh
-            for fqn, parameter in zip(names, group["params"], strict=True):
-                if parameter.requires_grad:
-                    device_mesh = device_mesh_of(parameter, group_mesh)
-                    if device_mesh not in meshes:
-                        meshes[device_mesh] = planning_mesh(device_mesh)
-                    mesh = meshes[device_mesh]
-                    entries.append(Entry(fqn, parameter, group, device_mesh, mesh))
-        return entries
-
     def _prepare_or_refuse(self, entries: Sequence[Entry]) -> tuple[Prepared, bool]:
         """As `_prepare_locally`; a rank that cannot plan tells the others before it raises."""
         try:
             return self._prepare_locally(entries)
         except ValueError as error:
-            self._agreement.refuse(_mesh_parts(None, entries), str(error))
+            self._agreement.refuse(mesh_parts(None, entries), str(error))
 
     def _prepare_locally(self, entries: Sequence[Entry]) -> tuple[Prepared, bool]:
         """(prepared plan, whether it is new). No collective."""
-        key = tuple((e.fqn, e.mesh, _settings(e.group), _structure(e.group)) for e in entries)
+        key = tuple((e.fqn, e.mesh, structure_of(e.group)) for e in entries)
         old = self._prepared
         if (
             old is not None
@@ -199,7 +166,7 @@ class Engine:
         matrices: list[Matrix] = []
         homes: dict[str, Home] = {}
         for index, entry in enumerate(entries):
-            for matrix in _matrices(entry):
+            for matrix in matrices_of(entry):
                 coordinate = entry.mesh.coordinates[collectives.rank()]
                 box = matrix.layout.box(matrix.cut.shape, coordinate)
                 homes[matrix.id] = Home(index, box)
@@ -217,7 +184,7 @@ class Engine:
             tuple(weakref.ref(entry.parameter) for entry in entries),
             plan,
             tuple(self._passages(plan, entries, homes)),
-            _mesh_parts(plan, entries),
+            mesh_parts(plan, entries),
             homes,
         )
 
@@ -227,7 +194,7 @@ class Engine:
         for bucket in plan.buckets:
             entry = entries[homes[bucket.matrices[0].id].entry]
             axes = (*bucket.sharded_axes, *bucket.replicated_axes)
-            mesh, device = entry.device_mesh, _compute_device(entry)
+            mesh, device = entry.device_mesh, compute_device(entry)
             yield Passage(
                 bucket,
                 bucket.route(collectives.rank(), plan.exchange),
@@ -264,7 +231,7 @@ class Engine:
         """Advance all parameters and states by one step, or leave everything as it was."""
         before = sum(collectives.calls.values())
         self._agreement.raise_deferred()
-        entries = self._entries(groups)
+        entries = list_entries(groups, self.default_mesh)
         prepared, is_new = self._prepare_or_refuse(entries)
         agreed = self._agreement.open(prepared.plan, prepared.parts, entries, is_new)
         self._warn_of_no_gradients(entries, agreed)
@@ -347,74 +314,3 @@ class _Step:
         missing = entry.fqn in self.agreed.missing
         gradient = self.agreed.gradients[entry.fqn]
         return missing, torch.zeros_like(local(entry.parameter)) if gradient is None else gradient
-
-
-def _matrices(entry: Entry) -> Iterator[Matrix]:
-    """Matrices of a parameter; none for AdamW."""
-    if entry.group["algorithm"] not in RULES:
-        return
-    layout = layout_of(entry.fqn, entry.parameter, entry.device_mesh)
-    dtype = _ns_dtype(entry)
-    for suffix, cut in cuts_of(entry.parameter, entry.group):
-        if cut.flatten and any(split.dim > 1 for split in layout.splits):
-            raise ValueError(f"{entry.fqn}: flatten needs dims after the second unsharded")
-        if cut.flatten and not local(entry.parameter).is_contiguous():
-            raise ValueError(f"{entry.fqn}: flatten needs contiguous memory")
-        yield Matrix(
-            id=entry.fqn + suffix,
-            cut=cut,
-            layout=layout,
-            wire_dtype=str(dtype).removeprefix("torch."),
-            wire_bytes=dtype.itemsize,
-            cost=newton_schulz_flops(cut.rows, cut.cols, entry.group["ns_steps"]),
-            settings=_settings(entry.group),
-            row_stats=RULES[entry.group["algorithm"]].row_stats,
-        )
-
-
-def _mesh_parts(plan: Plan | None, entries: Sequence[Entry]) -> tuple[MeshPart, ...]:
-    """What each mesh has to agree on, small meshes first, the same order on all ranks.
-
-    Without a plan, parts that agree with no other rank's.
-    """
-    by_mesh: dict[Mesh, dict[str, Entry]] = {}
-    for entry in entries:
-        by_mesh.setdefault(entry.mesh, {})[entry.fqn] = entry
-    parts = []
-    for mesh in sorted(by_mesh, key=lambda m: (len(m.ranks), m.ranks, m.shape)):
-        fqns = tuple(sorted(by_mesh[mesh]))
-        text = json.dumps([plan.digest_of((mesh,)) if plan else None, fqns])
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        first = by_mesh[mesh][fqns[0]]
-        axes = [axis for axis, size in enumerate(mesh.shape) if size > 1]
-        groups = [first.device_mesh.get_group(a) for a in axes] if first.device_mesh else []
-        parts.append(MeshPart(mesh, fqns, digest, tuple(groups), _compute_device(first)))
-    return tuple(parts)
-
-
-def _compute_device(entry: Entry) -> torch.device:
-    """Where matrices are exchanged and orthogonalized: on the mesh's device, even if offloaded."""
-    device = local(entry.parameter).device
-    mesh = entry.device_mesh
-    if mesh is not None and mesh.device_type == "cuda" and device.type != "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _structure(group: Group) -> str:
-    """Text of what a group's parameters are cut into."""
-    return str([group.get(key) for key in STRUCTURAL_KEYS])
-
-
-def _ns_dtype(entry: Entry) -> torch.dtype:
-    """Dtype of Newton-Schulz and of the wire; bf16 products are very slow on most CPUs."""
-    chosen: torch.dtype | None = entry.group["ns_dtype"]
-    if chosen is not None:
-        return chosen
-    return torch.bfloat16 if _compute_device(entry).type == "cuda" else torch.float32
-
-
-def _settings(group: Group) -> str:
-    """Canonical text of what shapes the plan and the wire; lr and the like may change freely."""
-    keys = ("algorithm", "ns_coefficients", "ns_steps", "eps", "ns_dtype")
-    return json.dumps([str(group.get(key)) for key in keys])

@@ -16,7 +16,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
-from shardmuon.engine import Engine, StepStats, parameter_names
+from shardmuon.engine import Engine, StepStats
+from shardmuon.entries import parameter_names
 from shardmuon.exchange.blocks import as_device_mesh, local
 from shardmuon.groups import (
     ADAMW,

@@ -13,7 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from shardmuon.planning.layout import Mesh
-from shardmuon.planning.plan import Bucket, Matrix, Plan, lane
+from shardmuon.planning.matrix import Matrix, lane
+from shardmuon.planning.plan import Bucket, Plan
 
 __all__ = ["make_plan"]
 

@@ -12,15 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from shardmuon.planning.layout import Block, Coordinate
-
-if TYPE_CHECKING:
-    from shardmuon.planning.plan import Matrix
+from shardmuon.planning.matrix import Matrix
 
 __all__ = [
-    "ROW_STAT_BYTES",
     "Hop",
     "Parcel",
     "Parcels",
@@ -30,8 +27,6 @@ __all__ = [
     "make_route",
     "scatter_size",
 ]
-
-ROW_STAT_BYTES = 4  # one float32 per row
 
 
 class Parcel(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardmuon.planning.cost import newton_schulz_flops
 from shardmuon.planning.cut import Cut
 from shardmuon.planning.layout import Layout, Mesh, Split
-from shardmuon.planning.plan import Matrix
+from shardmuon.planning.matrix import Matrix
 
 
 def rows_over(ranks: int) -> Layout:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from shardmuon.planning.cut import Cut
 from shardmuon.planning.layout import Layout, Mesh
-from shardmuon.planning.plan import Bucket, Matrix, Plan
+from shardmuon.planning.matrix import Matrix
+from shardmuon.planning.plan import Bucket, Plan
 from shardmuon.planning.planner import make_plan
 from tests.planning.records import gpt2, matrix, rows_over
 

@@ -1,0 +1,157 @@
+"""From parameter groups to the records that planning and the exchange work on.
+
+Owns the reading of groups: which parameters take part, under which names, on which mesh and
+device, which matrices they are made of, and what the ranks of a mesh must agree on. Local and
+without effects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardmuon.exchange.agreement import MeshPart
+from shardmuon.exchange.blocks import (
+    as_device_mesh,
+    device_mesh_of,
+    layout_of,
+    local,
+    planning_mesh,
+)
+from shardmuon.groups import STRUCTURAL_KEYS, clean_fqn, cuts_of
+from shardmuon.planning.cost import newton_schulz_flops
+from shardmuon.planning.layout import Mesh
+from shardmuon.planning.matrix import Matrix
+from shardmuon.planning.plan import Plan
+from shardmuon.rules import RULES
+
+__all__ = [
+    "Entry",
+    "Group",
+    "compute_device",
+    "list_entries",
+    "matrices_of",
+    "mesh_parts",
+    "parameter_names",
+    "structure_of",
+]
+
+Group = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A trainable parameter with its name, group and mesh (None: this rank alone)."""
+
+    fqn: str
+    parameter: Tensor
+    group: Group
+    device_mesh: DeviceMesh | None
+    mesh: Mesh
+
+
+def parameter_names(groups: Sequence[Group]) -> list[list[str]]:
+    """Name of each parameter of each group: its FQN, or `group.position` if it has none."""
+    return [
+        [clean_fqn(name) for name in group["param_names"]]
+        if "param_names" in group
+        else [f"{number}.{position}" for position in range(len(group["params"]))]
+        for number, group in enumerate(groups)
+    ]
+
+
+def list_entries(groups: Sequence[Group], default_mesh: DeviceMesh | None) -> list[Entry]:
+    """All trainable parameters, group by group.
+
+    default_mesh: where plain tensors are replicated, unless their group has a `mesh`.
+    """
+    meshes: dict[DeviceMesh | None, Mesh] = {}
+    entries = []
+    for group, names in zip(groups, parameter_names(groups), strict=True):
+        group_mesh = as_device_mesh(group.get("mesh")) or default_mesh
+        for fqn, parameter in zip(names, group["params"], strict=True):
+            if parameter.requires_grad:
+                device_mesh = device_mesh_of(parameter, group_mesh)
+                if device_mesh not in meshes:
+                    meshes[device_mesh] = planning_mesh(device_mesh)
+                mesh = meshes[device_mesh]
+                entries.append(Entry(fqn, parameter, group, device_mesh, mesh))
+    return entries
+
+
+def matrices_of(entry: Entry) -> Iterator[Matrix]:
+    """Matrices of a parameter; none for AdamW."""
+    if entry.group["algorithm"] not in RULES:
+        return
+    layout = layout_of(entry.fqn, entry.parameter, entry.device_mesh)
+    dtype = _ns_dtype(entry)
+    for suffix, cut in cuts_of(entry.parameter, entry.group):
+        if cut.flatten and any(split.dim > 1 for split in layout.splits):
+            raise ValueError(f"{entry.fqn}: flatten needs dims after the second unsharded")
+        if cut.flatten and not local(entry.parameter).is_contiguous():
+            raise ValueError(f"{entry.fqn}: flatten needs contiguous memory")
+        yield Matrix(
+            id=entry.fqn + suffix,
+            cut=cut,
+            layout=layout,
+            wire_dtype=str(dtype).removeprefix("torch."),
+            wire_bytes=dtype.itemsize,
+            cost=newton_schulz_flops(cut.rows, cut.cols, entry.group["ns_steps"]),
+            settings=_settings(entry.group),
+            row_stats=RULES[entry.group["algorithm"]].row_stats,
+        )
+
+
+def mesh_parts(plan: Plan | None, entries: Sequence[Entry]) -> tuple[MeshPart, ...]:
+    """What each mesh has to agree on, small meshes first, the same order on all ranks.
+
+    Without a plan, parts that agree with no other rank's.
+    """
+    by_mesh: dict[Mesh, dict[str, Entry]] = {}
+    for entry in entries:
+        by_mesh.setdefault(entry.mesh, {})[entry.fqn] = entry
+    parts = []
+    for mesh in sorted(by_mesh, key=lambda m: (len(m.ranks), m.ranks, m.shape)):
+        fqns = tuple(sorted(by_mesh[mesh]))
+        text = json.dumps([plan.digest_of((mesh,)) if plan else None, fqns])
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        first = by_mesh[mesh][fqns[0]]
+        axes = [axis for axis, size in enumerate(mesh.shape) if size > 1]
+        groups = [first.device_mesh.get_group(a) for a in axes] if first.device_mesh else []
+        parts.append(MeshPart(mesh, fqns, digest, tuple(groups), compute_device(first)))
+    return tuple(parts)
+
+
+def compute_device(entry: Entry) -> torch.device:
+    """Where matrices are exchanged and orthogonalized: on the mesh's device, even if offloaded."""
+    device = local(entry.parameter).device
+    mesh = entry.device_mesh
+    if mesh is not None and mesh.device_type == "cuda" and device.type != "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def structure_of(group: Group) -> tuple[str, str]:
+    """Text of what in a group a plan depends on: settings of the work, and cuts."""
+    return _settings(group), str([group.get(key) for key in STRUCTURAL_KEYS])
+
+
+def _ns_dtype(entry: Entry) -> torch.dtype:
+    """Dtype of Newton-Schulz and of the wire; bf16 products are very slow on most CPUs."""
+    chosen: torch.dtype | None = entry.group["ns_dtype"]
+    if chosen is not None:
+        return chosen
+    return torch.bfloat16 if compute_device(entry).type == "cuda" else torch.float32
+
+
+def _settings(group: Group) -> str:
+    """Canonical text of what shapes the plan and the wire; lr and the like may change freely."""
+    keys = ("algorithm", "ns_coefficients", "ns_steps", "eps", "ns_dtype")
+    return json.dumps([str(group.get(key)) for key in keys])
