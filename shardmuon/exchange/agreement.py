@@ -114,7 +114,8 @@ class Agreement:
         gradients, fault = _read_gradients(entries)
         parameters = {entry.fqn: entry.parameter for entry in entries}
         # Tensors on the host cannot wait for the device's word.
-        on_host = is_new or not all(local(p).is_cuda for p in parameters.values())
+        devices = {local(parameter).device.type for parameter in parameters.values()}
+        on_host = is_new or devices != {"cuda"}
         statements = [self._statement(part, gradients, parameters, fault) for part in parts]
         heard = self._hear(parts, statements, fault, look=on_host)
         if on_host:

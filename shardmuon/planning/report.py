@@ -49,8 +49,33 @@ def plan_report(plan: Plan) -> str:
             for rank in plan.ranks
         ],
     )
-    lines += ["", *_matrix_table(plan), *_warnings(plan)]
+    lines += ["", *_matrix_table(plan), "", *_meshes(plan), *_warnings(plan)]
     return "\n".join(lines)
+
+
+def _meshes(plan: Plan) -> list[str]:
+    """Who shares work with whom. A plan cannot see replicas that its meshes do not know of."""
+    lines = []
+    for mesh in plan.meshes:
+        count = sum(len(bucket.matrices) for bucket in plan.buckets if bucket.mesh == mesh)
+        shape = "x".join(map(str, mesh.shape))
+        lines.append(
+            f"mesh {shape} of ranks {_ranges(sorted(mesh.ranks))}: {count} matrices, each"
+            " orthogonalized once among these ranks; replicas outside them (DDP around a"
+            " tensor-parallel mesh, plain tensors without mesh=) repeat it"
+        )
+    return lines
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """`0-3, 8` for 0, 1, 2, 3, 8."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _matrix_table(plan: Plan) -> list[str]:

@@ -232,3 +232,12 @@ def test_repr_names_the_settings() -> None:
     text = repr(shardmuon.Muon([matrix()], lr=0.25))
     assert "Muon" in text
     assert "0.25" in text
+
+
+def test_nothing_left_to_train_is_harmless() -> None:
+    p = nn.Parameter(torch.ones(3, 4))
+    optimizer = shardmuon.Muon([p])
+    p.requires_grad_(False)
+    for _ in range(2):  # with a new plan, and with a known one
+        optimizer.step()
+    assert p.eq(1).all()

@@ -178,3 +178,9 @@ def test_ranks_of_a_mesh_agree_whatever_other_meshes_each_is_in() -> None:
         mesh = Mesh(pair, (2,))
         assert len({plans[rank].digest_of((mesh,)) for rank in pair}) == 1
     assert len({plans[rank].digest_of((Mesh((0, 1, 2, 3), (4,)),)) for rank in range(4)}) == 1
+
+
+def test_report_says_who_shares_the_work() -> None:
+    mesh = Mesh((0, 1, 2, 5), (2, 2))
+    plan = make_plan([matrix("a", 8, 8, Layout(mesh))], bucket_bytes=MIB)
+    assert "mesh 2x2 of ranks 0-2, 5: 1 matrices, each orthogonalized once" in plan.report()
