@@ -58,7 +58,7 @@ ADAMW_DEFAULTS: dict[str, Any] = {
     "weight_decay": 0.01,
 }
 _KEYS = {MUON: MUON_DEFAULTS, ADAMW: ADAMW_DEFAULTS}
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module", "module")
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
 
 
 def clean_fqn(name: str) -> str:
@@ -66,7 +66,7 @@ def clean_fqn(name: str) -> str:
 
     `module` is a wrapper's only in front; inside a name it may be the user's own attribute.
     """
-    parts = [part for part in name.split(".") if part not in _WRAPPERS[:3]]
+    parts = [part for part in name.split(".") if part not in _WRAPPERS]
     while len(parts) > 1 and parts[0] == "module":
         parts = parts[1:]
     return ".".join(parts)

@@ -123,9 +123,10 @@ class Muon(Optimizer):
 
         closure: re-evaluates the model with gradients and returns the loss, which is returned.
 
-        Raises RuntimeError, the same on all ranks and with nothing changed, if ranks have
-        different plans, if a parameter has a gradient on some ranks only, or if a gradient is not
-        finite (`Runtime` says when). On GPUs such an error comes at the next `step()` or `check()`.
+        Raises, on all ranks and with nothing changed, RuntimeError if ranks have different plans,
+        if a parameter has a gradient on some ranks only, or if a gradient is not finite (`Runtime`
+        says when), and ValueError if a rank has a layout or a gradient that it cannot use. On GPUs
+        an error that a step of a known plan finds comes at the next `step()` or `check()`.
         """
         loss = None
         if closure is not None:
@@ -199,7 +200,8 @@ class Muon(Optimizer):
         """Load ours, or that of `torch.optim.Muon` into an optimizer of muon groups only. Local.
 
         Settings such as lr come from `state_dict`; keys that it does not have keep their values.
-        Raises ValueError, with nothing changed, if a group's algorithm differs.
+        Momentum keeps the dtype it has here; a cast is a warning. Raises ValueError, with nothing
+        changed, if a group's algorithm or the way in which its parameters are cut differs.
         """
         self._reconcile_state()
         _check_structure(self.param_groups, state_dict["param_groups"])
