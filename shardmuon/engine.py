@@ -116,11 +116,11 @@ class Engine:
 
     def plan(self, groups: Sequence[Group]) -> Plan:
         """The plan for `groups`, made anew if anything that it depends on has changed."""
-        return self._prepare_locally(list_entries(groups, self.default_mesh))[0].plan
+        return self._prepare_locally(list_entries(groups, self.default_mesh)).plan
 
     def prepare(self, groups: Sequence[Group]) -> None:
         """Plan and prove on the host that the ranks of every mesh made the same plan."""
-        prepared, _ = self._prepare_or_refuse(list_entries(groups, self.default_mesh))
+        prepared = self._prepare_or_refuse(list_entries(groups, self.default_mesh))
         self._agreement.compare(prepared.plan, prepared.parts)
 
     def check(self) -> None:
@@ -142,15 +142,15 @@ class Engine:
                 " one checkpoint on all"
             )
 
-    def _prepare_or_refuse(self, entries: Sequence[Entry]) -> tuple[Prepared, bool]:
+    def _prepare_or_refuse(self, entries: Sequence[Entry]) -> Prepared:
         """As `_prepare_locally`; a rank that cannot plan tells the others before it raises."""
         try:
             return self._prepare_locally(entries)
         except ValueError as error:
             self._agreement.refuse(mesh_parts(None, entries), str(error))
 
-    def _prepare_locally(self, entries: Sequence[Entry]) -> tuple[Prepared, bool]:
-        """(prepared plan, whether it is new). No collective."""
+    def _prepare_locally(self, entries: Sequence[Entry]) -> Prepared:
+        """The plan for these tensors, a new one if there is none. No collective."""
         key = tuple((e.fqn, e.mesh, structure_of(e.group)) for e in entries)
         old = self._prepared
         if (
@@ -158,9 +158,9 @@ class Engine:
             and old.key == key
             and all(r() is e.parameter for r, e in zip(old.alive, entries, strict=True))
         ):
-            return old, False
+            return old
         self._prepared = self._make(entries, key)
-        return self._prepared, True
+        return self._prepared
 
     def _make(self, entries: Sequence[Entry], key: tuple[object, ...]) -> Prepared:
         matrices: list[Matrix] = []
@@ -232,8 +232,8 @@ class Engine:
         before = sum(collectives.calls.values())
         self._agreement.raise_deferred()
         entries = list_entries(groups, self.default_mesh)
-        prepared, is_new = self._prepare_or_refuse(entries)
-        agreed = self._agreement.open(prepared.plan, prepared.parts, entries, is_new)
+        prepared = self._prepare_or_refuse(entries)
+        agreed = self._agreement.open(prepared.plan, prepared.parts, entries)
         self._warn_of_no_gradients(entries, agreed)
         tally = Tally()
         if not agreed.refused:

@@ -104,13 +104,14 @@ class Agreement:
 
     runtime: Runtime
     steps_skipped: int = 0
+    _proven: Plan | None = None
     _deferred: list[_Deferred] = field(default_factory=list)
     _crowded: dict[Mesh, bool] = field(default_factory=dict)
 
-    def open(
-        self, plan: Plan, parts: Sequence[MeshPart], entries: Sequence[Trainable], is_new: bool
-    ) -> Agreed:
+    def open(self, plan: Plan, parts: Sequence[MeshPart], entries: Sequence[Trainable]) -> Agreed:
         """Agree on this step along every mesh. Raises on all ranks of these meshes, or on none."""
+        # A rank may have made its plan before, alone, to look at it: what counts is the proof.
+        is_new = plan is not self._proven
         gradients, fault = _read_gradients(entries)
         parameters = {entry.fqn: entry.parameter for entry in entries}
         # Tensors on the host cannot wait for the device's word.
@@ -120,7 +121,9 @@ class Agreement:
         heard = self._hear(parts, statements, fault, look=on_host)
         if on_host:
             on_cpu = not any(each.header.is_cuda for each in heard)
-            return self._on_host(plan if on_cpu else None, heard, gradients)
+            agreed = self._on_host(plan if on_cpu else None, heard, gradients)
+            self._proven = plan
+            return agreed
         return self._on_device(heard, gradients, parameters)
 
     def refuse(self, parts: Sequence[MeshPart], fault: str) -> NoReturn:
@@ -135,6 +138,7 @@ class Agreement:
         heard = self._hear(parts, statements, None, look=True)
         answers = [(each, read_header(each.header.cpu(), ())) for each in heard]
         self._judge(answers, "prepare()", plan)
+        self._proven = plan
 
     def raise_deferred(self) -> None:
         """Read the headers that earlier steps left on the device."""
