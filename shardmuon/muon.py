@@ -215,6 +215,14 @@ class Muon(Optimizer):
         self._restore_dtypes(state_dict)
         self._reconcile_state()
 
+    def make_state(self, parameters: Iterable[Tensor]) -> None:
+        """Make zero state for those of `parameters` that have none, frozen ones included. Local."""
+        wanted = {p for p in parameters if p not in self.state}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in wanted:
+                    self.state[parameter] = _initial_state(parameter, group)
+
     def _restore_dtypes(self, state_dict: StateDict) -> None:
         """Undo the base class's cast to the parameter's dtype: it costs fp32 momentum its bits."""
         casts: set[str] = set()
@@ -252,14 +260,16 @@ class Muon(Optimizer):
         for parameter in dead:
             del self.state[parameter]
         for parameter in new:
-            group = members[parameter]
-            if group["algorithm"] == ADAMW:
-                self.state[parameter] = init_adamw_state(parameter)
-            else:
-                self.state[parameter] = RULES[group["algorithm"]].init_state(parameter, group)
+            self.state[parameter] = _initial_state(parameter, members[parameter])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_engine": self._engine}
+
+
+def _initial_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    if group["algorithm"] == ADAMW:
+        return init_adamw_state(parameter)
+    return RULES[group["algorithm"]].init_state(parameter, group)
 
 
 def _listed(param_group: dict[str, Any]) -> list[Any]:

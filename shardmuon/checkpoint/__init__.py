@@ -1,5 +1,38 @@
-"""Resumable checkpoints: folders that appear by one rename and hold tensors and one JSON file.
+"""Resumable checkpoints that survive crashes, and moves to other ranks, layouts and libraries.
 
-Knows models and optimizers only through torch's state-dict functions, and must not know how a
-training run is configured: what else has to be remembered comes in as JSON values.
+Knows models and optimizers, and must not know how a training run is configured: what else has to be
+remembered comes in as JSON values. Names are loaded lazily, so that looking at folders imports no
+torch.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardmuon.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from shardmuon.checkpoint.checkpointer import Found as Found
+    from shardmuon.checkpoint.convert import from_torch as from_torch
+    from shardmuon.checkpoint.convert import to_torch as to_torch
+    from shardmuon.checkpoint.publish import CheckpointError as CheckpointError
+
+_HOMES = {
+    "CheckpointError": "publish",
+    "Checkpointer": "checkpointer",
+    "Found": "checkpointer",
+    "from_torch": "convert",
+    "to_torch": "convert",
+}
+
+__all__ = ["CheckpointError", "Checkpointer", "Found", "from_torch", "to_torch"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardmuon.checkpoint' has no attribute {name!r}")
+    return getattr(import_module(f"shardmuon.checkpoint.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,7 +1,9 @@
-"""Names, publication and removal of checkpoint folders.
+"""Names, publication, inspection and removal of checkpoint folders.
 
-Owns the rule that a folder with a final name is complete: it is written as `step_00000010.tmp` and
-renamed once. Torch-free, and free of ranks: one rank calls it.
+Owns the rule of what a finished checkpoint is: a folder `step_00000010` that was written under a
+temporary name and renamed once, with a manifest that was written last, lists every file with size
+and checksum, and carries a checksum of itself. Torch-free, and free of ranks: one rank writes here,
+any rank may read.
 """
 
 from __future__ import annotations
@@ -10,31 +12,48 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 __all__ = [
     "MANIFEST",
     "CheckpointError",
+    "FileRecord",
+    "candidates",
     "final_path",
-    "newest",
+    "first_damaged",
     "open_temporary",
     "prune",
     "publish",
     "published",
     "read_manifest",
+    "record_of",
+    "temporary_path",
+    "unfinished",
 ]
 
 MANIFEST = "manifest.json"
 """The JSON file of a checkpoint; written last, so that its absence marks an unfinished one."""
 
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"step_(\d{8,})")
+_LEFTOVER = re.compile(r"step_\d{8,}\.(tmp|old)")
+_CHUNK_BYTES = 1 << 22
 
 
 class CheckpointError(Exception):
-    """A checkpoint is missing, unfinished or does not fit; the text is one line."""
+    """A checkpoint cannot be written, or is missing, damaged or does not fit; one line of text."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes and CRC-32 of a file's content."""
+
+    size: int
+    crc32: int
 
 
 def final_path(root: Path, step: int) -> Path:
@@ -42,73 +61,176 @@ def final_path(root: Path, step: int) -> Path:
     return root / f"step_{step:08d}"
 
 
+def temporary_path(root: Path, step: int) -> Path:
+    """Where that checkpoint is written."""
+    return final_path(root, step).with_suffix(".tmp")
+
+
 def open_temporary(root: Path, step: int) -> Path:
-    """Make an empty temporary folder for `step`; a leftover of a killed run is removed."""
-    temporary = final_path(root, step).with_suffix(".tmp")
-    if temporary.exists():
-        shutil.rmtree(temporary)
+    """Make an empty temporary folder for `step`. Leftovers of killed runs are removed."""
+    for path in unfinished(root):
+        shutil.rmtree(path)
+    temporary = temporary_path(root, step)
     temporary.mkdir(parents=True)
     return temporary
 
 
-def publish(temporary: Path, manifest: Mapping[str, Any]) -> Path:
+def publish(temporary: Path, manifest: Mapping[str, Any], files: Mapping[str, FileRecord]) -> Path:
     """Write the manifest and give the folder its final name; returns the new path.
 
-    Everything is on disk before the rename, so that a published name survives a power cut whole.
-    Raises FileExistsError if the name is taken.
+    files: what must be in the folder, by name. Everything is on disk before the rename, so that a
+    published name survives a power cut whole. A checkpoint of the same step is replaced: whoever
+    saves a step anew has found the old one unfit or has trained it again.
     """
-    final = temporary.with_suffix("")
+    _compare_sizes(temporary, files)
+    text = _seal({**manifest, "format": FORMAT, "files": {n: vars(r) for n, r in files.items()}})
+    with (temporary / MANIFEST).open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    _sync_folder(temporary)
+    final, old = temporary.with_suffix(""), temporary.with_suffix(".old")
     if final.exists():
-        raise FileExistsError(f"checkpoint {final} exists already")
-    text = json.dumps({"format": FORMAT, **manifest}, indent=1, allow_nan=False)
-    (temporary / MANIFEST).write_text(text, encoding="utf-8")
-    for path in (*temporary.iterdir(), temporary):
-        _sync(path)
+        final.rename(old)
     temporary.rename(final)
-    _sync(final.parent)
+    _sync_folder(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
     return final
 
 
 def published(root: Path) -> list[Path]:
-    """All published checkpoints in `root`, oldest step first."""
+    """All folders in `root` with a final name, oldest step first."""
     if not root.is_dir():
         return []
     found = [(int(m[1]), p) for p in root.iterdir() if (m := _NAME.fullmatch(p.name))]
     return [path for _, path in sorted(found)]
 
 
-def newest(root: Path) -> Path | None:
-    """The published checkpoint with the highest step, if there is one."""
-    return next(reversed(published(root)), None)
+def unfinished(root: Path) -> list[Path]:
+    """What saves that did not end have left in `root`."""
+    if not root.is_dir():
+        return []
+    return sorted(path for path in root.iterdir() if _LEFTOVER.fullmatch(path.name))
 
 
-def prune(root: Path, keep_last: int) -> list[Path]:
-    """Remove all but the newest `keep_last` published checkpoints; returns what was removed."""
-    removed = published(root)[:-keep_last]
+def candidates(root: Path) -> list[tuple[Path, str | None]]:
+    """Published checkpoints, newest first, each with what is wrong with it as far as seen cheaply.
+
+    Looks at the manifest and at file sizes; `first_damaged` looks at contents.
+    """
+    found: list[tuple[Path, str | None]] = []
+    for path in reversed(published(root)):
+        try:
+            read_manifest(path)
+            found.append((path, None))
+        except CheckpointError as error:
+            found.append((path, str(error)))
+    return found
+
+
+def prune(root: Path, keep_last: int, step: int) -> list[Path]:
+    """Remove what is older than the newest `keep_last` checkpoints up to `step`.
+
+    Returns what was removed. Unfit checkpoints do not count as kept. Later steps are those of
+    another attempt and are left alone.
+    """
+    upto = final_path(root, step).name
+    fit = [path for path, wrong in candidates(root) if wrong is None and path.name <= upto]
+    if len(fit) <= keep_last:
+        return []
+    oldest = fit[keep_last - 1].name
+    removed = [path for path in published(root) if path.name < oldest]
     for path in removed:
         # Renamed first: a half-removed folder must not look published.
-        doomed = path.with_suffix(".tmp")
+        doomed = path.with_suffix(".old")
         path.rename(doomed)
         shutil.rmtree(doomed)
     return removed
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The JSON file of the checkpoint at `path`. Raises CheckpointError."""
+    """The manifest of the checkpoint at `path`, every file there with its size.
+
+    "files" is returned as FileRecords by name. Raises CheckpointError.
+    """
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        text = (path / MANIFEST).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise CheckpointError(
             f"no finished checkpoint at {path}, expected a folder with {MANIFEST}"
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / MANIFEST} cannot be read ({error})") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path / MANIFEST} is not a checkpoint of format {FORMAT}")
+    manifest = _unseal(path, text)
+    manifest["files"] = _file_records(path, manifest["files"])
+    _compare_sizes(path, manifest["files"])
     return manifest
 
 
-def _sync(path: Path) -> None:
+def record_of(path: Path) -> FileRecord:
+    """Size and checksum of the file as it is on disk."""
+    with path.open("rb") as stream:
+        return _record(stream)
+
+
+def first_damaged(path: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> str | None:
+    """What is wrong with the content of the first unfit file among `names`, or None."""
+    for name in names:
+        try:
+            found = record_of(path / name)
+        except OSError as error:
+            return f"{path / name} cannot be read ({error})"
+        if found != files[name]:
+            return f"{path / name} does not have the content that was written (checksum differs)"
+    return None
+
+
+def _record(stream: BinaryIO) -> FileRecord:
+    size = checksum = 0
+    while chunk := stream.read(_CHUNK_BYTES):
+        size += len(chunk)
+        checksum = zlib.crc32(chunk, checksum)
+    return FileRecord(size, checksum)
+
+
+def _seal(manifest: Mapping[str, Any]) -> str:
+    """JSON text with a checksum of all the rest, so that a damaged manifest is noticed too."""
+    body = json.dumps(manifest, allow_nan=False, sort_keys=True)
+    return json.dumps({"checksum": zlib.crc32(body.encode()), **json.loads(body)}, indent=1)
+
+
+def _unseal(path: Path, text: str) -> dict[str, Any]:
+    try:
+        manifest = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{path / MANIFEST} is damaged ({error})") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{path / MANIFEST} is not a checkpoint of format {FORMAT}")
+    checksum = manifest.pop("checksum", None)
+    if checksum != zlib.crc32(json.dumps(manifest, sort_keys=True).encode()):
+        raise CheckpointError(f"{path / MANIFEST} is damaged (checksum differs)")
+    return manifest
+
+
+def _file_records(path: Path, files: Mapping[str, Any]) -> dict[str, FileRecord]:
+    """Records by name. A name that leads out of the folder is refused."""
+    for name in files:
+        if Path(name).name != name or name in ("", ".", ".."):
+            raise CheckpointError(f"{path / MANIFEST} names a file outside of its folder: {name!r}")
+    return {name: FileRecord(**record) for name, record in files.items()}
+
+
+def _compare_sizes(path: Path, files: Mapping[str, FileRecord]) -> None:
+    for name, record in files.items():
+        try:
+            size = (path / name).stat().st_size
+        except OSError:
+            raise CheckpointError(f"{path / name} is missing") from None
+        if size != record.size:
+            raise CheckpointError(f"{path / name} has {size} bytes, {record.size} were written")
+
+
+def _sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -26,8 +26,10 @@ __all__ = [
     "barrier",
     "broadcast_object",
     "calls",
+    "close_group",
     "device_type",
     "gather_objects",
+    "host_group",
     "is_group",
     "is_initialized",
     "rank",
@@ -102,6 +104,23 @@ def stop() -> None:
     """Destroy the default process group, if there is one."""
     if is_initialized():
         dist.destroy_process_group()
+
+
+def host_group(timeout_s: float) -> Group:
+    """A new group of all ranks that talk from the host; None without a process group. Collective.
+
+    Errors and timeouts on it leave other groups as they are, and it may be used by a thread.
+    """
+    if not is_initialized():
+        return None
+    calls["new_group"] += 1
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+
+
+def close_group(group: Group) -> None:
+    """Destroy a group made by `host_group`, if it still is one."""
+    if group is not None and is_initialized():
+        dist.destroy_process_group(group)
 
 
 def barrier(group: Group = None) -> None:

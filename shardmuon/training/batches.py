@@ -1,7 +1,8 @@
 """Which samples each rank takes of a step, as tensors.
 
-Owns the split of the global batch over ranks and accumulation steps. What the global batch holds
-is `data.py`'s matter and does not depend on that split.
+Owns the split of the global batch over ranks and accumulation steps; ranks of one tensor-parallel
+group take the same. What the global batch holds is `data.py`'s matter and does not depend on that
+split.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def micro_batch(
     tokens: Tokens, config: Config, place: Place, step: int, micro_step: int
 ) -> tuple[Tensor, Tensor]:
     """(inputs, targets) [B, T] int64 on the device; step and micro_step count from 0."""
-    size = config.micro_batch_sequences(place.ranks)
-    places = places_of(micro_step, place.rank, place.ranks, size)
+    size = config.micro_batch_sequences(place.data_ranks)
+    places = places_of(micro_step, place.data_rank, place.data_ranks, size)
     rows = np.stack([tokens.sample(config.seed, step, index) for index in places])
     return _shifted(rows, place.device)
 
@@ -42,10 +43,10 @@ def validation_batches(
     rows of weight 0 to fill up.
     """
     count = config.evaluation.sequences
-    size = config.micro_batch_sequences(place.ranks)
+    size = config.micro_batch_sequences(place.data_ranks)
     batches = []
-    for start in range(0, count, place.ranks * size):
-        first = start + place.rank * size
+    for start in range(0, count, place.data_ranks * size):
+        first = start + place.data_rank * size
         indices = range(first, first + size)
         rows = np.stack([tokens.spread(min(index, count - 1), count) for index in indices])
         weights = torch.tensor([float(index < count) for index in indices], device=place.device)

@@ -287,8 +287,8 @@ class Precision(Section):
 class Accumulation(Section):
     """Gradient accumulation.
 
-    steps: forward and backward passes per optimizer step; each takes
-        data.batch_sequences / (ranks x steps) sequences on each rank.
+    steps: forward and backward passes per optimizer step; each takes data.batch_sequences /
+        (ranks / mesh.tensor x steps) sequences on each rank.
     """
 
     steps: Count = 1
@@ -306,16 +306,21 @@ class Clipping(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh(Section):
-    """Devices and ranks.
+    """Devices and ranks. FSDP2 shards the model over ranks / (replicate x tensor) ranks.
 
     device: "auto" takes CUDA if there is a GPU.
-    ranks: number of ranks that must be there; null takes what torchrun started. More than one
-        rank shards the model over all of them (FSDP2 on a 1-D mesh).
+    ranks: number of ranks that must be there; null takes what torchrun started.
+    replicate: replicas of the sharded model, which share the data (HSDP).
+    tensor: ranks that split each matrix of a block between them and see the same data (tensor
+        parallelism); must divide model.heads, model.kv_heads and model.hidden. Ranks of one group
+        are neighbours, so that a group that fits into one machine stays in it.
     timeout_s: seconds after which a collective that waits for a lost rank is an error.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     ranks: Count | None = None
+    replicate: Count = 1
+    tensor: Count = 1
     timeout_s: Positive = 600.0
 
 
@@ -337,13 +342,20 @@ class Checkpointing(Section):
 
     every: steps between checkpoints; 0 saves at the end only.
     keep_last: how many of the newest checkpoints to keep; null keeps all.
-    resume: "auto" continues from the newest checkpoint if there is one; "none" starts anew and
-        refuses a folder that has checkpoints; anything else is the path of a checkpoint.
+    resume: "auto" continues from the newest usable checkpoint if there is one; "none" starts anew
+        and refuses a folder that has checkpoints; anything else is the path of a checkpoint.
+    async: write files while training goes on, from a copy in host memory.
+    verify: "checksums" are taken while files are written and proven when they are loaded;
+        "read-back" also reads every file again before it counts as saved.
+    timeout_s: seconds after which a rank that waits for another one's files gives up.
     """
 
     every: CountOrZero = 100
     keep_last: Count | None = None
     resume: str = "auto"
+    async_: bool = False
+    verify: Literal["checksums", "read-back"] = "checksums"
+    timeout_s: Positive = 1800.0
 
     def check(self) -> None:
         if not self.resume:
@@ -394,6 +406,12 @@ class Config(Section):
             raise ValueError(
                 f"model.vocab_size: got {self.model.vocab_size}, expected at least 256 for bytes"
             )
+        for key in ("heads", "kv_heads", "hidden"):
+            if getattr(self.model, key) % self.mesh.tensor:
+                raise ValueError(
+                    f"mesh.tensor: got {self.mesh.tensor}, expected a divisor of "
+                    f"model.{key} ({getattr(self.model, key)})"
+                )
 
     def check_ranks(self, ranks: int) -> None:
         """Raise ValueError if this run cannot be made by `ranks` ranks."""
@@ -402,13 +420,22 @@ class Config(Section):
                 f"mesh.ranks: got {self.mesh.ranks}, but torchrun started {ranks}; "
                 "expected null or that number"
             )
-        share = ranks * self.accumulation.steps
+        replicate, tensor = self.mesh.replicate, self.mesh.tensor
+        if ranks % (replicate * tensor):
+            key = "mesh.tensor" if replicate == 1 else "mesh.replicate"
+            raise ValueError(
+                f"{key}: got {ranks} ranks, expected a multiple of "
+                f"replicate x tensor = {replicate} x {tensor} = {replicate * tensor}"
+            )
+        data_ranks = ranks // tensor
+        share = data_ranks * self.accumulation.steps
         if self.data.batch_sequences % share:
             raise ValueError(
                 f"data.batch_sequences: got {self.data.batch_sequences}, expected a multiple of "
-                f"ranks x accumulation.steps = {ranks} x {self.accumulation.steps} = {share}"
+                f"{'ranks' if tensor == 1 else 'ranks / mesh.tensor'} x accumulation.steps = "
+                f"{data_ranks} x {self.accumulation.steps} = {share}"
             )
 
-    def micro_batch_sequences(self, ranks: int) -> int:
-        """Sequences in one forward pass of one rank."""
-        return self.data.batch_sequences // (ranks * self.accumulation.steps)
+    def micro_batch_sequences(self, data_ranks: int) -> int:
+        """Sequences in one forward pass, with the batch spread over `data_ranks` ranks."""
+        return self.data.batch_sequences // (data_ranks * self.accumulation.steps)

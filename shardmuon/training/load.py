@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import re
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -19,7 +19,7 @@ import yaml
 
 from shardmuon.training.config import Config
 
-__all__ = ["ConfigError", "as_tree", "differences", "load"]
+__all__ = ["ConfigError", "as_tree", "differences", "key_of", "load"]
 
 T = TypeVar("T")
 
@@ -94,8 +94,13 @@ def as_tree(section: Any) -> dict[str, Any]:
         value = getattr(section, entry.name)
         if dataclasses.is_dataclass(value):
             value = as_tree(value)
-        tree[entry.name] = list(value) if isinstance(value, tuple) else value
+        tree[key_of(entry.name)] = list(value) if isinstance(value, tuple) else value
     return tree
+
+
+def key_of(name: str) -> str:
+    """The YAML key of a field: a word of Python's own has an underscore behind it there."""
+    return name.removesuffix("_")
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], where: str = "") -> list[str]:
@@ -164,11 +169,14 @@ def _convert(section: type[T], tree: Any, where: str, source: str) -> T:
             f"{source}: {where[:-1]}: got {_show(tree)}, expected a section with keys"
         )
     hints = get_type_hints(section, include_extras=True)
+    fields = {key_of(name): name for name in hints}
     values: dict[str, Any] = {}
     for key, raw in tree.items():
-        if key not in hints:
-            raise ConfigError(f"{source}: {where}{key}: unknown key; {_nearest(key, where, hints)}")
-        values[key] = _value(hints[key], raw, f"{where}{key}", source)
+        if key not in fields:
+            raise ConfigError(
+                f"{source}: {where}{key}: unknown key; {_nearest(key, where, fields)}"
+            )
+        values[fields[key]] = _value(hints[fields[key]], raw, f"{where}{key}", source)
     try:
         return section(**values)
     except ValueError as error:
@@ -176,9 +184,9 @@ def _convert(section: type[T], tree: Any, where: str, source: str) -> T:
         raise ConfigError(f"{source}: {where}{text}") from None
 
 
-def _nearest(key: Any, where: str, hints: dict[str, Any]) -> str:
+def _nearest(key: Any, where: str, keys: Iterable[str]) -> str:
     """Advice for an unknown key: the nearest here, else the nearest anywhere, else all here."""
-    here = {name: f"{where}{name}" for name in hints}
+    here = {name: f"{where}{name}" for name in keys}
     everywhere = {path.rpartition(".")[2]: path for path in _paths(Config, "")}
     for names in (here, everywhere):
         close = difflib.get_close_matches(str(key).replace("-", "_"), names, n=1, cutoff=0.6)
@@ -189,7 +197,8 @@ def _nearest(key: Any, where: str, hints: dict[str, Any]) -> str:
 
 def _paths(section: type, where: str) -> list[str]:
     found = []
-    for key, hint in get_type_hints(section).items():
+    for name, hint in get_type_hints(section).items():
+        key = key_of(name)
         found.append(where + key)
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             found += _paths(hint, f"{where}{key}.")

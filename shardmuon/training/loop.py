@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardmuon.checkpoint import publish, state
+from shardmuon.checkpoint import Checkpointer
 from shardmuon.exchange import collectives
 from shardmuon.muon import Muon
-from shardmuon.training import batches, gradients, optimizers, place, resume, schedule
+from shardmuon.training import batches, gradients, optimizers, place, resume, schedule, signals
 from shardmuon.training.config import Config
 from shardmuon.training.data import Corpus
 from shardmuon.training.metrics import MetricsFile, PhaseTimer, memory_bytes
@@ -37,21 +38,27 @@ class Parts:
     corpus: Corpus
     model: nn.Module
     built: Built
+    checkpoints: Checkpointer
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Numbers of one step, on the device; `update_rms` is None if the step is not logged."""
+    """Numbers of one step, on the device; `update_rms` is None if the step is not logged.
+
+    stop_wishes: how many ranks were asked to stop.
+    """
 
     loss: Tensor
     grad_norm: Tensor
+    stop_wishes: Tensor
     update_rms: float | None
 
 
 class Trainer:
     """Runs the steps from `first_step` to the end of the run.
 
-    `step` is the number of optimizer steps done; the step that runs has that index.
+    `step` is the number of optimizer steps done; the step that runs has that index. `stopped` says
+    that a signal ended the run early.
     """
 
     def __init__(
@@ -60,6 +67,7 @@ class Trainer:
         self.config, self.place, self.corpus = parts.config, parts.place, parts.corpus
         self.model, self.built = parts.model, parts.built
         self.optimizer = parts.built.optimizer
+        self.checkpoints = parts.checkpoints
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.step = first_step
         self.last_step = min(self.config.schedule.stop_at or math.inf, self.config.schedule.steps)
@@ -67,32 +75,49 @@ class Trainer:
         self.metrics, self.progress = metrics, progress
         self.timer = PhaseTimer(self.place.device)
         self.validation_loss = math.nan
-        self._evaluated = self._saved = -1
+        self.stopped = False
+        self._stop_request = signals.StopRequest()
+        self._evaluated = -1
+        self._saved = first_step if first_step else -1
 
     def run(self) -> None:
-        """Train to the end; evaluates and saves there too."""
-        config = self.config
-        while self.step < self.last_step:
-            logged = (self.step + 1) % config.logging.every == 0 or self.step == 0
-            with self.timer.phase("step"):
-                result = self._train_step(logged)
-            self.step += 1
-            self.progress.advance()
-            if logged:
-                self._log(result)
-            if config.evaluation.every and self.step % config.evaluation.every == 0:
+        """Train to the end; evaluates and saves there too. A signal ends it after a step."""
+        with self._stop_request.listening():
+            while self.step < self.last_step and not self.stopped:
+                self._advance()
+            if self._evaluated != self.step and not self.stopped:
                 self.evaluate()
-            if config.checkpoint.every and self.step % config.checkpoint.every == 0:
+            if self._saved != self.step:
                 self.save()
-        if self._evaluated != self.step:
+            self.checkpoints.wait()
+        if self.stopped and self.place.first:
+            signals.write_marker(Path(self.config.logging.directory), step=self.step)
+
+    def _advance(self) -> None:
+        """One step and what is due after it."""
+        config = self.config
+        logged = (self.step + 1) % config.logging.every == 0 or self.step == 0
+        with self.timer.phase("step"):
+            result = self._train_step(logged)
+        self.step += 1
+        self.progress.advance()
+        if logged:
+            self._log(result)
+        self.checkpoints.raise_error()
+        self.stopped = self._stop_request.agreed(result.stop_wishes)
+        if self.stopped:
+            return
+        if config.evaluation.every and self.step % config.evaluation.every == 0:
             self.evaluate()
-        if self._saved != self.step:
+        if config.checkpoint.every and self.step % config.checkpoint.every == 0:
             self.save()
 
     def _train_step(self, logged: bool) -> StepResult:
         with self.timer.phase("forward_backward"):
             loss = self._accumulate()
-            norm = gradients.clip_(self.parameters, self.config.clipping.max_norm)
+            norm, wishes = gradients.clip_(
+                self.parameters, self.config.clipping.max_norm, self._stop_request.wish
+            )
         lr = optimizers.group_lrs(self.optimizer)
         size = gradients.UpdateSize(self.built.matrices) if logged else None
         with self.timer.phase("optimizer"):
@@ -100,7 +125,12 @@ class Trainer:
         self.lr = lr
         self.scheduler.step()
         self.optimizer.zero_grad()
-        return StepResult(loss=loss, grad_norm=norm, update_rms=size.rms() if size else None)
+        return StepResult(
+            loss=loss,
+            grad_norm=norm,
+            stop_wishes=wishes,
+            update_rms=size.rms() if size else None,
+        )
 
     def _accumulate(self) -> Tensor:
         """Forward and backward over this rank's share of the global batch; its mean loss."""
@@ -179,24 +209,16 @@ class Trainer:
         return f"loss {self.validation_loss:.4f} ({bits:.3f} bits per {unit})"
 
     def save(self) -> None:
-        """Publish a checkpoint of the state after `step` steps, if there is none yet."""
+        """Save a checkpoint of the state after `step` steps."""
         if isinstance(self.optimizer, Muon):
             self.optimizer.check()
-        folder = resume.checkpoint_folder(self.config)
-        if not publish.final_path(folder, self.step).exists():
-            extra = resume.extra(
-                self.config,
-                self.corpus.fingerprint,
-                optimizers.group_lrs(self.optimizer),
-                self.step,
-            )
-            path = state.save(
-                folder,
-                self.step,
-                self.model,
-                self.optimizer,
-                extra,
-                keep_last=self.config.checkpoint.keep_last,
-            )
-            self.progress.say(f"step {self.step}  saved {path}")
+        extra = resume.extra(
+            self.config,
+            self.corpus.fingerprint,
+            optimizers.group_lrs(self.optimizer),
+            self.step,
+        )
+        path = self.checkpoints.save(self.step, self.model, self.optimizer, extra)
+        saved = "is saving" if self.config.checkpoint.async_ else "saved"
+        self.progress.say(f"step {self.step}  {saved} {path}")
         self._saved = self.step

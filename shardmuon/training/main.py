@@ -30,6 +30,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         config = _configuration(arguments)
+        from shardmuon.checkpoint import CheckpointError
         from shardmuon.training import run  # imports torch
 
         prepared = run.prepare(config)
@@ -37,6 +38,8 @@ def main(arguments: Sequence[str]) -> int:
         return _refuse(error)
     try:
         run.run(prepared, arguments)
+    except CheckpointError as error:
+        return _fail(str(error), 1)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)
     except Exception:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardmuon.muon import Muon
 from shardmuon.routing import ParamGroups, param_groups
@@ -40,13 +41,21 @@ def check(model: nn.Module, config: OptimizerSection) -> None:
         raise ConfigError(f"optimizer: {error}") from None
 
 
-def build(model: nn.Module, config: OptimizerSection, device: torch.device) -> Built:
-    """Make the optimizer over the parameters as they are now: call it after sharding."""
+def build(
+    model: nn.Module,
+    config: OptimizerSection,
+    device: torch.device,
+    mesh: DeviceMesh | None = None,
+) -> Built:
+    """Make the optimizer over the parameters as they are now: call it after sharding.
+
+    mesh: over all ranks; parameters that are left plain are replicated over it.
+    """
     groups = _groups(model, config)
     named = dict(model.named_parameters())
     matrices: list[Tensor] = [named[row.name] for row in groups.table if row.rule == "muon"]
     if config.name == "muon":
-        muon = Muon(groups, runtime=config.runtime)
+        muon = Muon(groups, mesh=mesh, runtime=config.runtime)
         return Built(optimizer=muon, matrices=matrices, routing=groups.report())
     adamw = torch.optim.AdamW(_all_adamw(groups, config), fused=device.type == "cuda")
     return Built(optimizer=adamw, matrices=matrices, routing="all parameters under AdamW")

@@ -1,6 +1,7 @@
 """Where this process runs: device, ranks and mesh; and a model spread over them.
 
-Owns the start of the process group and the FSDP2 wrapping. Must not know optimizers or data.
+Owns the start of the process group, the mesh, tensor parallelism and the FSDP2 wrapping. Must not
+know optimizers or data.
 """
 
 from __future__ import annotations
@@ -14,6 +15,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from shardmuon.exchange import collectives
 from shardmuon.training.config import Mesh, Precision
@@ -23,9 +32,11 @@ from shardmuon.training.model import CausalLM
 __all__ = [
     "Place",
     "autocast",
+    "axes",
     "choose_device",
     "launcher",
     "ranks_started",
+    "settle",
     "spread",
     "start",
 ]
@@ -35,17 +46,32 @@ _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """This process among all. `mesh` is 1-D over all ranks, None in one process."""
+    """This process among all. `mesh` is over all ranks, None in one process.
+
+    tensor: ranks of a tensor-parallel group. They take the same data, and all groups have the same
+    size: a mean over all ranks is the mean over the data.
+    """
 
     device: torch.device
     rank: int
     ranks: int
     mesh: DeviceMesh | None
+    tensor: int = 1
 
     @property
     def first(self) -> bool:
         """True on the rank that prints and writes."""
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the `data_ranks` shares of a batch this rank takes."""
+        return self.rank // self.tensor
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of shares that a batch is cut into."""
+        return self.ranks // self.tensor
 
 
 def ranks_started() -> int:
@@ -77,30 +103,84 @@ def choose_device(config: Mesh) -> torch.device:
 
 
 def start(config: Mesh, device: torch.device) -> Place:
-    """Make the process group and the mesh if torchrun started more than one rank."""
-    if device.type == "cuda":
+    """Make the process group if torchrun started more than one rank, and the mesh."""
+    cuda = device.type == "cuda"
+    if cuda:
         torch.cuda.set_device(device)
-    ranks = ranks_started()
+    if ranks_started() > 1:
+        collectives.start("nccl" if cuda else "gloo", config.timeout_s, device if cuda else None)
+    return settle(config, device)
+
+
+def settle(config: Mesh, device: torch.device) -> Place:
+    """Make the mesh over the ranks of the process group, if there is one."""
+    rank, ranks = collectives.rank(), collectives.world_size()
     if ranks == 1:
         return Place(device=device, rank=0, ranks=1, mesh=None)
-    cuda = device.type == "cuda"
-    collectives.start("nccl" if cuda else "gloo", config.timeout_s, device if cuda else None)
-    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
-    return Place(device=device, rank=collectives.rank(), ranks=ranks, mesh=mesh)
+    sizes = axes(config, ranks)
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return Place(device=device, rank=rank, ranks=ranks, mesh=mesh, tensor=config.tensor)
+
+
+def axes(config: Mesh, ranks: int) -> dict[str, int]:
+    """Name and size of each axis of the mesh, the outermost first; axes of one rank are left out.
+
+    Except one: FSDP2 replicates only over a mesh that also has an axis to shard over.
+    """
+    shard = ranks // (config.replicate * config.tensor)
+    sizes = {"replicate": config.replicate, "shard": shard, "tensor": config.tensor}
+    kept = {name for name, size in sizes.items() if size > 1}
+    if "replicate" in kept:
+        kept.add("shard")
+    return {name: size for name, size in sizes.items() if name in kept}
 
 
 def spread(model: CausalLM, place: Place, precision: Precision) -> nn.Module:
-    """Move the model to its device and shard it, in place: each block alone, then the rest."""
+    """Move the model to its device and shard it, in place: each block alone, then the rest.
+
+    Tensor parallelism comes first: FSDP2 then shards each rank's part of a matrix further.
+    """
     model.to(place.device)
     if place.mesh is None:
         return model
+    names = place.mesh.mesh_dim_names or ()
+    if "tensor" in names:
+        _split_blocks(model, place.mesh["tensor"])
+    over = tuple(name for name in names if name != "tensor")
+    if not over:
+        return model
+    mesh = place.mesh[over]
     policy = MixedPrecisionPolicy(
         param_dtype=_TYPES[precision.compute], reduce_dtype=_TYPES[precision.reduce]
     )
     for block in model.model.layers:
-        fully_shard(block, mesh=place.mesh, mp_policy=policy)
-    fully_shard(model, mesh=place.mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
+
+
+def _split_blocks(model: CausalLM, mesh: DeviceMesh) -> None:
+    """Give each rank of `mesh` some heads and some hidden channels of every block.
+
+    The input becomes a DTensor once per attention and MLP, so that its gradient is summed over
+    ranks once and not once per projection.
+    """
+    whole = Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "self_attn": PrepareModuleInput(
+            input_layouts=(whole, None), desired_input_layouts=(whole, None)
+        ),
+        "mlp": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
+    }
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+        plan[name] = ColwiseParallel()
+    for name in ("mlp.gate_proj", "mlp.up_proj"):
+        plan[name] = ColwiseParallel()
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        plan[name] = RowwiseParallel()
+    for block in model.model.layers:
+        # No source rank: all ranks built the same weights, so that none must be sent.
+        parallelize_module(block, mesh, plan, src_data_rank=None)
 
 
 def autocast(

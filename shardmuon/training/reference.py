@@ -15,6 +15,7 @@ import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from shardmuon.training.config import Config, Range
+from shardmuon.training.load import key_of
 
 __all__ = ["meanings", "render"]
 
@@ -33,9 +34,9 @@ text).
 
 
 def meanings(section: type) -> dict[str, str]:
-    """Field name -> meaning, from the `name: text` paragraphs of a class docstring."""
+    """Key -> meaning, from the `name: text` paragraphs of a class docstring."""
     found: dict[str, str] = {}
-    names = {entry.name for entry in dataclasses.fields(section)}
+    names = {key_of(entry.name) for entry in dataclasses.fields(section)}
     current = ""
     for line in inspect.cleandoc(section.__doc__ or "").splitlines():
         start = re.match(r"(\w+): (.*)", line)
@@ -61,11 +62,11 @@ def _section(section: type, where: str) -> list[str]:
     docs = meanings(section)
     rows, nested = [], []
     for entry in dataclasses.fields(section):
-        hint = hints[entry.name]
+        hint, key = hints[entry.name], key_of(entry.name)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            nested += _section(hint, f"{where}{entry.name}.")
+            nested += _section(hint, f"{where}{key}.")
             continue
-        cells = (f"`{where}{entry.name}`", _type(hint), f"`{_default(entry)}`", docs[entry.name])
+        cells = (f"`{where}{key}`", _type(hint), f"`{_default(entry)}`", docs[key])
         rows.append(f"| {' | '.join(cells)} |\n")
     head = [f"\n## {title}\n\n{summary}\n"]
     if rows:

@@ -14,7 +14,7 @@ from shardmuon.checkpoint import publish
 from shardmuon.training.config import Config
 from shardmuon.training.load import ConfigError, as_tree, differences
 
-__all__ = ["Resume", "checkpoint_folder", "extra", "resolve"]
+__all__ = ["Resume", "at", "checkpoint_folder", "extra", "resolve"]
 
 # How a run is watched or cut short changes nothing of what it computes.
 _IRRELEVANT = ("checkpoint.", "logging.", "schedule.stop_at", "mesh.timeout_s", "evaluation.")
@@ -49,35 +49,41 @@ def extra(config: Config, fingerprint: str, lrs: dict[str, float], step: int) ->
 
 
 def resolve(config: Config, fingerprint: str, ranks: int) -> Resume:
-    """Find and check the checkpoint to resume from. Raises ConfigError or CheckpointError."""
+    """Find the checkpoint that `ranks` ranks resume from, by names, manifests and sizes of files.
+
+    Raises ConfigError or CheckpointError.
+    """
     folder = checkpoint_folder(config)
     wanted = config.checkpoint.resume
-    newest = publish.newest(folder)
     if wanted == "none":
-        if newest is not None:
+        if taken := publish.published(folder):
             raise ConfigError(
-                f"checkpoint.resume: got 'none', but {folder} holds {newest.name}; expected "
+                f"checkpoint.resume: got 'none', but {folder} holds {taken[-1].name}; expected "
                 "checkpoint.resume=auto to continue it, or another logging.directory"
             )
         return Resume()
-    path = newest if wanted == "auto" else Path(wanted)
-    if path is None:
-        return Resume()
+    if wanted != "auto":
+        return at(Path(wanted), config, fingerprint, ranks)
+    usable = (path for path, wrong in publish.candidates(folder) if wrong is None)
+    path = next(usable, None)
+    return Resume() if path is None else at(path, config, fingerprint, ranks)
+
+
+def at(path: Path, config: Config, fingerprint: str, ranks: int) -> Resume:
+    """Resume from the checkpoint at `path`. Raises ConfigError or CheckpointError."""
     manifest = publish.read_manifest(path)
-    if manifest["world_size"] != ranks:
-        raise ConfigError(
-            f"checkpoint.resume: {path} was written by {manifest['world_size']} ranks, "
-            f"this run has {ranks}; expected the same number"
-        )
-    return Resume(
-        path=path, step=manifest["step"], changes=_changes(path, manifest, config, fingerprint)
-    )
+    if "config" not in manifest:
+        raise ConfigError(f"checkpoint.resume: {path} was not written by train.py")
+    changes = _changes(path, manifest, config, fingerprint, ranks)
+    return Resume(path=path, step=manifest["step"], changes=changes)
 
 
 def _changes(
-    path: Path, manifest: dict[str, Any], config: Config, fingerprint: str
+    path: Path, manifest: dict[str, Any], config: Config, fingerprint: str, ranks: int
 ) -> tuple[str, ...]:
     lines = differences(manifest["config"], as_tree(config))
+    if manifest["world_size"] != ranks:
+        lines.append(f"ranks: {manifest['world_size']} -> {ranks}")
     for line in lines:
         if line.startswith(_FIXED):
             raise ConfigError(f"checkpoint.resume: {path} does not fit, {line}; expected no change")

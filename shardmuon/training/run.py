@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from shardmuon.checkpoint import publish, state
+from shardmuon.checkpoint import Checkpointer, CheckpointError, publish
 from shardmuon.exchange import collectives
 from shardmuon.muon import Muon
-from shardmuon.training import data, optimizers, place, progress, resume
+from shardmuon.training import data, optimizers, place, progress, resume, signals
 from shardmuon.training.config import Config
 from shardmuon.training.load import ConfigError, as_tree
 from shardmuon.training.loop import Parts, Trainer
@@ -44,7 +44,7 @@ def prepare(config: Config) -> Prepared:
     corpus = data.open_corpus(config.data, config.model.vocab_size)
     try:
         start = resume.resolve(config, corpus.fingerprint, place.ranks_started())
-    except publish.CheckpointError as error:
+    except CheckpointError as error:
         raise ConfigError(f"checkpoint.resume: {error}") from None
     model = build(config.model, config.seed)
     optimizers.check(model, config.optimizer)
@@ -55,42 +55,68 @@ def run(prepared: Prepared, arguments: Sequence[str]) -> None:
     """Train; `arguments` are those of the command line, for the resume command."""
     config = prepared.config
     here = place.start(config.mesh, prepared.device)
-    torch.manual_seed(config.seed + here.rank)
-    _agree(prepared.start)
+    torch.manual_seed(config.seed + here.data_rank)
+    checkpoints = _checkpointer(config)
+    start, notes = _agree(prepared, checkpoints)
     model = place.spread(prepared.model, here, config.precision)
-    built = optimizers.build(model, config.optimizer, here.device)
-    if prepared.start.path is not None:
-        state.load(prepared.start.path, model, built.optimizer)
-    parts = Parts(config=config, place=here, corpus=prepared.corpus, model=model, built=built)
-    _announce(prepared, parts)
+    built = optimizers.build(model, config.optimizer, here.device, here.mesh)
+    if start.path is not None:
+        checkpoints.load(start.path, model, built.optimizer, settings=False)
+    parts = Parts(
+        config=config,
+        place=here,
+        corpus=prepared.corpus,
+        model=model,
+        built=built,
+        checkpoints=checkpoints,
+    )
+    _announce(prepared, parts, start, notes)
     folder = Path(config.logging.directory)
     metrics = MetricsFile(folder / "metrics.jsonl" if here.first else None)
     bar = progress.Progress(
-        progress.choose(config.logging.progress, here.first),
-        prepared.start.step,
-        config.schedule.steps,
+        progress.choose(config.logging.progress, here.first), start.step, config.schedule.steps
     )
+    if here.first:
+        signals.clear_marker(folder)
     with closing(metrics), closing(bar):
-        metrics.write("start", prepared.start.step, ranks=here.ranks, config=as_tree(config))
-        trainer = Trainer(parts, prepared.start.step, metrics, bar)
+        metrics.write("start", start.step, ranks=here.ranks, config=as_tree(config))
+        trainer = Trainer(parts, start.step, metrics, bar)
         trainer.run()
     if here.first and config.logging.progress != "none":
         _conclude(trainer, arguments)
+    checkpoints.close()
     collectives.barrier()
     collectives.stop()
 
 
-def _agree(start: resume.Resume) -> None:
-    """All ranks must have found the same checkpoint; they look before they can talk."""
-    found = collectives.gather_objects((str(start.path), start.step))
-    if len(set(found)) > 1:
-        raise RuntimeError(
-            f"the ranks found different checkpoints to resume from ({found}); expected one folder "
-            "that all machines see under logging.directory"
-        )
+def _checkpointer(config: Config) -> Checkpointer:
+    settings = config.checkpoint
+    return Checkpointer(
+        resume.checkpoint_folder(config),
+        keep_last=settings.keep_last,
+        asynchronous=settings.async_,
+        read_back=settings.verify == "read-back",
+        timeout_s=settings.timeout_s,
+    )
 
 
-def _announce(prepared: Prepared, parts: Parts) -> None:
+def _agree(prepared: Prepared, checkpoints: Checkpointer) -> tuple[resume.Resume, tuple[str, ...]]:
+    """(where all ranks continue, a line for each checkpoint that cannot be used).
+
+    Before the ranks could talk each looked at names and sizes alone; now the files are read.
+    """
+    if prepared.config.checkpoint.resume != "auto":
+        return prepared.start, ()
+    found = checkpoints.newest()
+    if found.path is None:
+        return resume.Resume(), found.skipped
+    start = resume.at(
+        found.path, prepared.config, prepared.corpus.fingerprint, place.ranks_started()
+    )
+    return start, found.skipped
+
+
+def _announce(prepared: Prepared, parts: Parts, start: resume.Resume, notes: Sequence[str]) -> None:
     """Print what will be trained, and how the optimizer's work is shared."""
     here, optimizer = parts.place, parts.built.optimizer
     if isinstance(optimizer, Muon):
@@ -106,9 +132,11 @@ def _announce(prepared: Prepared, parts: Parts) -> None:
     print(parts.built.routing)
     if isinstance(optimizer, Muon):
         print(optimizer.plan.report())
-    if prepared.start.path is not None:
-        print(f"resuming from {prepared.start.path} after step {prepared.start.step}")
-        for line in prepared.start.changes:
+    for line in notes:
+        print(f"warning: {line}")
+    if start.path is not None:
+        print(f"resuming from {start.path} after step {start.step}")
+        for line in start.changes:
             print(f"  changed since: {line}")
     print(flush=True)
 
@@ -116,7 +144,9 @@ def _announce(prepared: Prepared, parts: Parts) -> None:
 def _conclude(trainer: Trainer, arguments: Sequence[str]) -> None:
     config = trainer.config
     folder = Path(config.logging.directory)
-    newest = publish.newest(resume.checkpoint_folder(config))
+    newest = publish.final_path(resume.checkpoint_folder(config), trainer.step)
+    if trainer.stopped:
+        print("\nstopped by a signal, as soon as the step was done")
     print(f"\nstep {trainer.step} of {config.schedule.steps}: {trainer.describe_validation()}")
     print(f"metrics      {folder / 'metrics.jsonl'}")
     print(f"checkpoint   {newest}")
