@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 
 from shardmuon.checkpoint import publish
 from shardmuon.checkpoint.contents import (
@@ -33,12 +31,10 @@ from shardmuon.checkpoint.contents import (
 )
 from shardmuon.checkpoint.publish import CheckpointError, FileRecord, published, unfinished
 from shardmuon.checkpoint.storage import Reader, SnapshotPlanner, Writer
-from shardmuon.exchange import collectives
+from shardmuon.checkpoint.together import Ranks
 from shardmuon.exchange.blocks import local
 
 __all__ = ["Checkpointer", "Found"]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -87,14 +83,11 @@ class Checkpointer:
         self.root = Path(root)
         self.keep_last = keep_last
         self.read_back = read_back
-        self._group = collectives.host_group(timeout_s)
+        self._ranks = Ranks(timeout_s)
         self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._pending: Future[Path] | None = None
         self._copies: dict[str, Tensor] = {}
         self._opened: tuple[Path, dict[str, Any], Reader] | None = None
-        if not collectives.is_initialized():
-            # One process is meant. Filtered once and for all, because a thread cannot do it.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
     def save(
         self,
@@ -110,7 +103,7 @@ class Checkpointer:
         the asynchronous one before fails.
         """
         self.wait()
-        contents = self._together("save", lambda: collect(model, optimizer))
+        contents = self._ranks.together("save", lambda: collect(model, optimizer))
         copies = None if self._thread is None else self._copy(contents.tensors)
         job = _Save(step, contents, extra or {}, random_state(), copies)
         if self._thread is None:
@@ -136,16 +129,16 @@ class Checkpointer:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
-            collectives.close_group(self._group)
+            self._ranks.close()
 
     def newest(self) -> Found:
         """Look for the newest checkpoint that is complete and whose files have their checksums."""
         self.wait()
-        paths, skipped = self._together("list checkpoints", self._list)
-        paths, skipped = collectives.broadcast_object((paths, skipped), group=self._group)
+        paths, skipped = self._ranks.together("list checkpoints", self._list)
+        paths, skipped = self._ranks.broadcast((paths, skipped))
         for path in paths:
             try:
-                self._open(path)
+                self.open(path)
                 return Found(path, tuple(skipped))
             except CheckpointError as error:
                 skipped.append(f"{path.name} is skipped: {error}")
@@ -171,7 +164,7 @@ class Checkpointer:
         """
         self.wait()
         path = Path(path)
-        manifest, reader = self._open(path)
+        manifest, reader = self.open(path)
         if optimizer is not None and not manifest["groups"]:
             raise CheckpointError(
                 f"{path} holds no optimizer state; load it without an optimizer to take the weights"
@@ -183,37 +176,37 @@ class Checkpointer:
                 restore_groups(model, optimizer, manifest["groups"], apply=False)
             return wanted
 
-        tensors, anew = self._together(f"load {path}", prepare)
-        self._run_dcp(
+        tensors, anew = self._ranks.together(f"load {path}", prepare)
+        self._ranks.dcp(
             f"load {path}",
             lambda: dcp.load(
                 dict(tensors),
                 storage_reader=reader,
-                process_group=self._group,
-                no_dist=self._group is None,
+                process_group=self._ranks.group,
+                no_dist=self._ranks.group is None,
             ),
         )
         for tensor in anew:
             tensor.zero_()
         if optimizer is not None and settings:
             restore_groups(model, optimizer, manifest["groups"], apply=True)
-        restore_random(manifest["random"].get(str(collectives.rank()), {}))
+        restore_random(manifest["random"].get(str(self._ranks.rank), {}))
         return manifest
 
     # -- parts ----------------------------------------------------------------------------------
 
     def _list(self) -> tuple[list[Path], list[str]]:
         """(published folders, newest first; a line for each unfinished one), on the first rank."""
-        if collectives.rank() != 0:
+        if not self._ranks.first:
             return [], []
         lines = [f"{path.name} is skipped: its save did not end" for path in unfinished(self.root)]
         return published(self.root)[::-1], lines
 
-    def _open(self, path: Path) -> tuple[dict[str, Any], Reader]:
+    def open(self, path: Path) -> tuple[dict[str, Any], Reader]:
         """Manifest and reader of a checkpoint that all ranks see and whose files are undamaged."""
         if self._opened is not None and self._opened[0] == path:
             return self._opened[1:]
-        rank, ranks = collectives.rank(), collectives.world_size()
+        rank, ranks = self._ranks.rank, self._ranks.count
 
         def look() -> dict[str, Any]:
             manifest = publish.read_manifest(path)
@@ -223,7 +216,7 @@ class Checkpointer:
                 raise CheckpointError(damage)
             return manifest
 
-        manifest = self._together(f"open {path}", look)
+        manifest = self._ranks.together(f"open {path}", look)
         self._opened = (path, manifest, Reader(path, manifest["files"]))
         return self._opened[1:]
 
@@ -245,9 +238,9 @@ class Checkpointer:
         self._opened = None
         what = f"save step {job.step} to {self.root}"
         temporary = publish.temporary_path(self.root, job.step)
-        first = collectives.rank() == 0
+        first = self._ranks.first
         try:
-            self._together(
+            self._ranks.together(
                 what, lambda: publish.open_temporary(self.root, job.step) if first else None
             )
             files = self._write_tensors(what, temporary, job)
@@ -259,7 +252,7 @@ class Checkpointer:
                     if self.keep_last is not None:
                         publish.prune(self.root, self.keep_last, job.step)
 
-            self._together(what, finish)
+            self._ranks.together(what, finish)
         except CheckpointError:
             if first:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -269,14 +262,14 @@ class Checkpointer:
     def _write_tensors(self, what: str, temporary: Path, job: _Save) -> dict[str, FileRecord]:
         writer = Writer(temporary)
         planner = None if job.copies is None else SnapshotPlanner(job.copies)
-        self._run_dcp(
+        self._ranks.dcp(
             what,
             lambda: dcp.save(
                 dict(job.contents.tensors),
                 storage_writer=writer,
                 planner=planner,
-                process_group=self._group,
-                no_dist=self._group is None,
+                process_group=self._ranks.group,
+                no_dist=self._ranks.group is None,
             ),
         )
 
@@ -287,54 +280,26 @@ class Checkpointer:
                     raise CheckpointError(damage)
             return writer.files
 
-        mine = self._together(what, verify)
-        shares = collectives.gather_objects(mine, self._group)
+        mine = self._ranks.together(what, verify)
+        shares = self._ranks.gather(mine)
         return {name: record for share in shares for name, record in share.items()}
 
     def _manifest(self, job: _Save) -> dict[str, Any]:
         """What is not a tensor, from all ranks."""
-        random = collectives.gather_objects(job.random, self._group)
+        random = self._ranks.gather(job.random)
         return {
             **job.extra,
             "step": job.step,
-            "world_size": collectives.world_size(),
+            "world_size": self._ranks.count,
             "groups": self._all_groups(job.contents),
             "aliases": dict(job.contents.aliases),
             "random": {str(rank): states for rank, states in enumerate(random)},
         }
 
-    def _all_groups(self, contents: Contents) -> list[dict[str, Any]]:
+    def _all_groups(self, contents: Contents) -> list[Mapping[str, Any]]:
         """Groups of all ranks, each once; pipeline stages have different ones."""
         mine = repr(contents.groups)
-        said = collectives.gather_objects(hashlib.sha256(mine.encode()).hexdigest(), self._group)
-        first_to_say = said.index(said[collectives.rank()]) == collectives.rank()
-        told = collectives.gather_objects(
-            list(contents.groups) if first_to_say else [], self._group
-        )
+        said = self._ranks.gather(hashlib.sha256(mine.encode()).hexdigest())
+        first_to_say = said.index(said[self._ranks.rank]) == self._ranks.rank
+        told = self._ranks.gather(list(contents.groups) if first_to_say else [])
         return [group for groups in told for group in groups]
-
-    def _run_dcp(self, what: str, call: Callable[[], object]) -> None:
-        """DCP tells all ranks of an error, but not in a class that derives from Exception."""
-        try:
-            call()
-        except CheckpointException as error:
-            rank, (cause, _) = next(iter(error.failures.items()))
-            raise CheckpointError(f"cannot {what}: rank {rank}: {_text(cause)}") from None
-
-    def _together(self, what: str, act: Callable[[], T]) -> T:
-        """Run `act` on every rank; CheckpointError on all ranks if it fails on one."""
-        result: T | None = None
-        cause: Exception | None = None
-        try:
-            result = act()
-        except Exception as error:
-            cause = error
-        texts = collectives.gather_objects(cause and _text(cause), self._group)
-        for rank, text in enumerate(texts):
-            if text is not None:
-                raise CheckpointError(f"cannot {what}: rank {rank}: {text}") from cause
-        return result  # type: ignore[return-value]
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
