@@ -1,0 +1,1 @@
+"""Tests of saved state: checkpoints and conversions."""
