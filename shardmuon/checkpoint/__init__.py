@@ -15,17 +15,32 @@ if TYPE_CHECKING:
     from shardmuon.checkpoint.checkpointer import Found as Found
     from shardmuon.checkpoint.convert import from_torch as from_torch
     from shardmuon.checkpoint.convert import to_torch as to_torch
+    from shardmuon.checkpoint.export import export_model as export_model
+    from shardmuon.checkpoint.export import export_checkpoint as export_checkpoint
+    from shardmuon.checkpoint.export import load_weights as load_weights
     from shardmuon.checkpoint.publish import CheckpointError as CheckpointError
 
 _HOMES = {
     "CheckpointError": "publish",
     "Checkpointer": "checkpointer",
     "Found": "checkpointer",
+    "export_checkpoint": "export",
+    "export_model": "export",
     "from_torch": "convert",
+    "load_weights": "export",
     "to_torch": "convert",
 }
 
-__all__ = ["CheckpointError", "Checkpointer", "Found", "from_torch", "to_torch"]
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "Found",
+    "export_checkpoint",
+    "export_model",
+    "from_torch",
+    "load_weights",
+    "to_torch",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ the copy.
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,9 +24,11 @@ from torch import Tensor, nn
 from shardmuon.checkpoint import publish
 from shardmuon.checkpoint.contents import (
     Contents,
+    change_groups,
     collect,
+    forget_state,
+    group_changes,
     random_state,
-    restore_groups,
     restore_random,
     targets,
 )
@@ -35,6 +38,8 @@ from shardmuon.checkpoint.together import Ranks
 from shardmuon.exchange.blocks import local
 
 __all__ = ["Checkpointer", "Found"]
+
+_OWN_KEYS = publish.SEALING_KEYS | {"step", "world_size", "groups", "aliases", "random"}
 
 
 @dataclass(frozen=True)
@@ -80,10 +85,12 @@ class Checkpointer:
         read_back: bool = False,
         timeout_s: float = 1800.0,
     ) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last is {keep_last}, expected at least 1 or None")
         self.root = Path(root)
         self.keep_last = keep_last
         self.read_back = read_back
-        self._ranks = Ranks(timeout_s)
+        self.ranks = Ranks(timeout_s)
         self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._pending: Future[Path] | None = None
         self._copies: dict[str, Tensor] = {}
@@ -98,14 +105,19 @@ class Checkpointer:
     ) -> Path:
         """Write the checkpoint after `step` steps; returns the folder that it has or will have.
 
-        extra: JSON values that come back from `load`. Without an optimizer only weights are saved.
+        extra: JSON values that come back from `load`, those of the first rank. Without an optimizer
+        only weights are saved.
         Raises CheckpointError on all ranks, with earlier checkpoints as they were, if this save or
         the asynchronous one before fails.
         """
         self.wait()
-        contents = self._ranks.together("save", lambda: collect(model, optimizer))
-        copies = None if self._thread is None else self._copy(contents.tensors)
-        job = _Save(step, contents, extra or {}, random_state(), copies)
+
+        def take() -> _Save:
+            contents = collect(model, optimizer)
+            copies = None if self._thread is None else self._copy(contents.tensors)
+            return _Save(step, contents, _plain(extra or {}), random_state(), copies)
+
+        job = self.ranks.together("save", take)
         if self._thread is None:
             return self._write(job)
         self._pending = self._thread.submit(self._write, job)
@@ -129,13 +141,13 @@ class Checkpointer:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
-            self._ranks.close()
+            self.ranks.close()
 
     def newest(self) -> Found:
         """Look for the newest checkpoint that is complete and whose files have their checksums."""
         self.wait()
-        paths, skipped = self._ranks.together("list checkpoints", self._list)
-        paths, skipped = self._ranks.broadcast((paths, skipped))
+        paths, skipped = self.ranks.together("list checkpoints", self._list)
+        paths, skipped = self.ranks.broadcast((paths, skipped))
         for path in paths:
             try:
                 self.open(path)
@@ -169,35 +181,41 @@ class Checkpointer:
             raise CheckpointError(
                 f"{path} holds no optimizer state; load it without an optimizer to take the weights"
             )
+        had_state = set() if optimizer is None else set(optimizer.state)
 
-        def prepare() -> tuple[dict[str, Tensor], list[Tensor]]:
-            wanted = targets(model, optimizer, reader.index())
+        def prepare() -> tuple[list[dict[str, Any]], dict[str, Tensor], list[Tensor]]:
+            changes = []
             if optimizer is not None:
-                restore_groups(model, optimizer, manifest["groups"], apply=False)
-            return wanted
+                changes = group_changes(model, optimizer, manifest["groups"], settings)
+            return changes, *targets(model, optimizer, reader.index())
 
-        tensors, anew = self._ranks.together(f"load {path}", prepare)
-        self._ranks.dcp(
+        try:
+            changes, tensors, anew = self.ranks.together(f"load {path}", prepare)
+        except CheckpointError:
+            if optimizer is not None:
+                forget_state(optimizer, had_state)
+            raise
+        self.ranks.dcp(
             f"load {path}",
             lambda: dcp.load(
                 dict(tensors),
                 storage_reader=reader,
-                process_group=self._ranks.group,
-                no_dist=self._ranks.group is None,
+                process_group=self.ranks.group,
+                no_dist=self.ranks.group is None,
             ),
         )
         for tensor in anew:
             tensor.zero_()
-        if optimizer is not None and settings:
-            restore_groups(model, optimizer, manifest["groups"], apply=True)
-        restore_random(manifest["random"].get(str(self._ranks.rank), {}))
+        if optimizer is not None:
+            change_groups(optimizer, changes)
+        restore_random(manifest["random"].get(str(self.ranks.rank), {}))
         return manifest
 
     # -- parts ----------------------------------------------------------------------------------
 
     def _list(self) -> tuple[list[Path], list[str]]:
         """(published folders, newest first; a line for each unfinished one), on the first rank."""
-        if not self._ranks.first:
+        if not self.ranks.first:
             return [], []
         lines = [f"{path.name} is skipped: its save did not end" for path in unfinished(self.root)]
         return published(self.root)[::-1], lines
@@ -206,7 +224,7 @@ class Checkpointer:
         """Manifest and reader of a checkpoint that all ranks see and whose files are undamaged."""
         if self._opened is not None and self._opened[0] == path:
             return self._opened[1:]
-        rank, ranks = self._ranks.rank, self._ranks.count
+        rank, ranks = self.ranks.rank, self.ranks.count
 
         def look() -> dict[str, Any]:
             manifest = publish.read_manifest(path)
@@ -216,7 +234,7 @@ class Checkpointer:
                 raise CheckpointError(damage)
             return manifest
 
-        manifest = self._ranks.together(f"open {path}", look)
+        manifest = self.ranks.together(f"open {path}", look)
         self._opened = (path, manifest, Reader(path, manifest["files"]))
         return self._opened[1:]
 
@@ -238,9 +256,9 @@ class Checkpointer:
         self._opened = None
         what = f"save step {job.step} to {self.root}"
         temporary = publish.temporary_path(self.root, job.step)
-        first = self._ranks.first
+        first = self.ranks.first
         try:
-            self._ranks.together(
+            self.ranks.together(
                 what, lambda: publish.open_temporary(self.root, job.step) if first else None
             )
             files = self._write_tensors(what, temporary, job)
@@ -252,7 +270,7 @@ class Checkpointer:
                     if self.keep_last is not None:
                         publish.prune(self.root, self.keep_last, job.step)
 
-            self._ranks.together(what, finish)
+            self.ranks.together(what, finish)
         except CheckpointError:
             if first:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -262,14 +280,14 @@ class Checkpointer:
     def _write_tensors(self, what: str, temporary: Path, job: _Save) -> dict[str, FileRecord]:
         writer = Writer(temporary)
         planner = None if job.copies is None else SnapshotPlanner(job.copies)
-        self._ranks.dcp(
+        self.ranks.dcp(
             what,
             lambda: dcp.save(
                 dict(job.contents.tensors),
                 storage_writer=writer,
                 planner=planner,
-                process_group=self._ranks.group,
-                no_dist=self._ranks.group is None,
+                process_group=self.ranks.group,
+                no_dist=self.ranks.group is None,
             ),
         )
 
@@ -280,17 +298,17 @@ class Checkpointer:
                     raise CheckpointError(damage)
             return writer.files
 
-        mine = self._ranks.together(what, verify)
-        shares = self._ranks.gather(mine)
+        mine = self.ranks.together(what, verify)
+        shares = self.ranks.gather(mine)
         return {name: record for share in shares for name, record in share.items()}
 
     def _manifest(self, job: _Save) -> dict[str, Any]:
         """What is not a tensor, from all ranks."""
-        random = self._ranks.gather(job.random)
+        random = self.ranks.gather(job.random)
         return {
             **job.extra,
             "step": job.step,
-            "world_size": self._ranks.count,
+            "world_size": self.ranks.count,
             "groups": self._all_groups(job.contents),
             "aliases": dict(job.contents.aliases),
             "random": {str(rank): states for rank, states in enumerate(random)},
@@ -299,7 +317,15 @@ class Checkpointer:
     def _all_groups(self, contents: Contents) -> list[Mapping[str, Any]]:
         """Groups of all ranks, each once; pipeline stages have different ones."""
         mine = repr(contents.groups)
-        said = self._ranks.gather(hashlib.sha256(mine.encode()).hexdigest())
-        first_to_say = said.index(said[self._ranks.rank]) == self._ranks.rank
-        told = self._ranks.gather(list(contents.groups) if first_to_say else [])
+        said = self.ranks.gather(hashlib.sha256(mine.encode()).hexdigest())
+        first_to_say = said.index(said[self.ranks.rank]) == self.ranks.rank
+        told = self.ranks.gather(list(contents.groups) if first_to_say else [])
         return [group for groups in told for group in groups]
+
+
+def _plain(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `extra` as it will come back. Raises CheckpointError for names that are taken."""
+    if taken := sorted(_OWN_KEYS & extra.keys()):
+        raise CheckpointError(f"extra has keys that a manifest has of its own: {', '.join(taken)}")
+    copy: dict[str, Any] = json.loads(json.dumps(extra, allow_nan=False))
+    return copy

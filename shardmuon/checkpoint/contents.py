@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +25,17 @@ from shardmuon.muon import Muon
 
 __all__ = [
     "Contents",
+    "change_groups",
+    "check_shapes",
     "collect",
     "decode",
     "encode",
+    "forget_state",
+    "group_changes",
     "groups_of",
     "random_state",
-    "restore_groups",
     "restore_random",
+    "some",
     "targets",
 ]
 
@@ -98,17 +102,22 @@ def targets(
     missing, unexpected = found.keys() - saved - anew, saved - found.keys() - left
     if missing or unexpected:
         raise CheckpointError(
-            f"it does not fit; missing: {_some(missing)}; unexpected: {_some(unexpected)}"
+            f"it does not fit; missing: {some(missing)}; unexpected: {some(unexpected)}"
         )
     wanted = {key: tensor for key, tensor in found.items() if key not in anew}
-    casts = _compare(wanted, index)
+    check_shapes(wanted, index)
+    casts = [
+        f"{key} from {index[key].properties.dtype} to {tensor.dtype}"
+        for key, tensor in wanted.items()
+        if index[key].properties.dtype != tensor.dtype
+    ]
     for text, keys in (
         ("cast while loading", casts),
         ("no saved state, starts anew", anew),
         ("saved state of parameters that the optimizer does not hold", left),
     ):
         if keys:
-            warnings.warn(f"{text}: {_some(keys)}", stacklevel=2)
+            warnings.warn(f"{text}: {some(keys)}", stacklevel=2)
     return wanted, [found[key] for key in anew]
 
 
@@ -126,14 +135,20 @@ def groups_of(
     ]
 
 
-def restore_groups(
-    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Groups, apply: bool
-) -> None:
-    """Give every group the settings that its parameters had; checks first, changes then.
+def forget_state(optimizer: torch.optim.Optimizer, before: Collection[Tensor]) -> None:
+    """Drop the state that `targets` has made for a load that fails; `before` had some already."""
+    for parameter in optimizer.state.keys() - before:
+        del optimizer.state[parameter]
+
+
+def group_changes(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: Groups, settings: bool
+) -> list[dict[str, Any]]:
+    """The settings that every group has to take for its parameters to have what they had.
 
     A group may hold parameters of several saved groups if their settings are equal. Keys that the
     checkpoint does not have keep their values; an empty group follows the saved empty group of its
-    algorithm at the same place among those. apply: False checks and changes nothing.
+    algorithm at the same place among those. settings: False leaves all settings as they are.
     Raises CheckpointError if the way in which a parameter is updated or cut would change, or if
     the settings of a group's parameters differ.
     """
@@ -148,14 +163,19 @@ def restore_groups(
             olds = _same_kind(empty, now["settings"])[:1]
         for name, old in zip(names, olds, strict=False):
             _compare_structure(name, old, now["settings"])
-        if apply:
+        if settings:
             _compare_settings(number, names, olds)
-        changes.append(olds[0] if olds else {})
+        changes.append(dict(olds[0]) if olds and settings else {})
         if not now["params"] and olds:
             empty.remove(olds[0])
+    return changes
+
+
+def change_groups(optimizer: torch.optim.Optimizer, changes: Groups) -> None:
+    """Give every group its `group_changes`."""
     for group, change in zip(optimizer.param_groups, changes, strict=True):
         for key, value in change.items():
-            if apply and key not in _KEPT:
+            if key not in _KEPT:
                 _assign(group, key, decode(value))
 
 
@@ -219,6 +239,8 @@ def _named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]
             raise CheckpointError(
                 f"model state {name} is a {type(value).__name__}; a checkpoint holds only tensors"
             )
+        if name in named:
+            raise CheckpointError(f"two tensors of the model have the name {name}, one as {raw}")
         if id(value) in names:
             aliases[name] = names[id(value)]
         else:
@@ -247,14 +269,36 @@ def _name_of(parameter: Tensor, names: Mapping[Tensor, str]) -> str:
 
 
 def _make_state(model: nn.Module, optimizer: torch.optim.Optimizer, index: Index) -> None:
+    """Make state for the parameters that have some in the checkpoint and none here."""
+    saved = {_owner(key) for key in index if key.startswith("optimizer.")}
+    members = _members(optimizer, _named_tensors(model)[0])
+    wanted = [p for name, p in members if f"optimizer.{name}" in saved and p not in optimizer.state]
     if isinstance(optimizer, Muon):
-        saved = {_owner(key) for key in index if key.startswith("optimizer.")}
-        members = _members(optimizer, _named_tensors(model)[0])
-        optimizer.make_state([p for name, p in members if f"optimizer.{name}" in saved])
-    elif not optimizer.state and any(key.startswith("optimizer.") for key in index):
-        # The only public way to make another optimizer's state: a hidden step with lr 0, all of
-        # whose traces are overwritten.
+        optimizer.make_state(wanted)
+    elif wanted:
+        _take_hidden_step(model, optimizer, wanted)
+
+
+def _take_hidden_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, wanted: Sequence[Tensor]
+) -> None:
+    """Make state of another optimizer in the only public way, by a step with lr 0.
+
+    torch takes it if there is neither state nor gradient; what there is comes back afterwards.
+    """
+    gradients = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+    kept = dict(optimizer.state)
+    optimizer.state.clear()
+    try:
+        for parameter, _ in gradients:
+            parameter.grad = None
         get_optimizer_state_dict(model, optimizer)
+        kept.update({p: optimizer.state[p] for p in wanted if p in optimizer.state})
+    finally:
+        optimizer.state.clear()
+        optimizer.state.update(kept)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 def _owner(key: str) -> str:
@@ -262,18 +306,13 @@ def _owner(key: str) -> str:
     return key.rpartition(".")[0]
 
 
-def _compare(wanted: Mapping[str, Tensor], index: Index) -> list[str]:
-    """The casts that loading would make. Raises CheckpointError if shapes differ."""
-    for key, tensor in wanted.items():
+def check_shapes(tensors: Mapping[str, Tensor], index: Index) -> None:
+    """CheckpointError unless every tensor has the shape that `index` gives under its name."""
+    for key, tensor in tensors.items():
         if index[key].size != tensor.shape:
             raise CheckpointError(
                 f"{key} has shape {tuple(index[key].size)} in it, {tuple(tensor.shape)} here"
             )
-    return [
-        f"{key} from {index[key].properties.dtype} to {tensor.dtype}"
-        for key, tensor in wanted.items()
-        if index[key].properties.dtype != tensor.dtype
-    ]
 
 
 def _same_kind(
@@ -314,7 +353,8 @@ def _assign(group: dict[str, Any], key: str, value: Any) -> None:
         group[key] = value
 
 
-def _some(names: Any) -> str:
+def some(names: Iterable[str]) -> str:
+    """The first of `names` in their order, as text."""
     listed = sorted(names)
     more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
     return ", ".join(listed[:_SHOWN]) + more if listed else "none"

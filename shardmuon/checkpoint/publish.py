@@ -14,12 +14,14 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 __all__ = [
     "MANIFEST",
+    "SEALING_KEYS",
     "CheckpointError",
     "FileRecord",
     "candidates",
@@ -31,12 +33,15 @@ __all__ = [
     "published",
     "read_manifest",
     "record_of",
+    "sync_folder",
     "temporary_path",
     "unfinished",
 ]
 
 MANIFEST = "manifest.json"
 """The JSON file of a checkpoint; written last, so that its absence marks an unfinished one."""
+SEALING_KEYS = frozenset(("checksum", "files", "format"))
+"""What `publish` adds to a manifest."""
 
 FORMAT = 2
 _NAME = re.compile(r"step_(\d{8,})")
@@ -69,7 +74,7 @@ def temporary_path(root: Path, step: int) -> Path:
 def open_temporary(root: Path, step: int) -> Path:
     """Make an empty temporary folder for `step`. Leftovers of killed runs are removed."""
     for path in unfinished(root):
-        shutil.rmtree(path)
+        _remove(path)
     temporary = temporary_path(root, step)
     temporary.mkdir(parents=True)
     return temporary
@@ -80,7 +85,7 @@ def publish(temporary: Path, manifest: Mapping[str, Any], files: Mapping[str, Fi
 
     files: what must be in the folder, by name. Everything is on disk before the rename, so that a
     published name survives a power cut whole. A checkpoint of the same step is replaced: whoever
-    saves a step anew has found the old one unfit or has trained it again.
+    saves a step anew has found the old one unfit or has trained it again. It stays if this fails.
     """
     _compare_sizes(temporary, files)
     text = _seal({**manifest, "format": FORMAT, "files": {n: vars(r) for n, r in files.items()}})
@@ -88,13 +93,19 @@ def publish(temporary: Path, manifest: Mapping[str, Any], files: Mapping[str, Fi
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
-    _sync_folder(temporary)
+    sync_folder(temporary)
     final, old = temporary.with_suffix(""), temporary.with_suffix(".old")
     if final.exists():
         final.rename(old)
-    temporary.rename(final)
-    _sync_folder(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    try:
+        temporary.rename(final)
+    except OSError:
+        if old.exists():
+            old.rename(final)
+        raise
+    sync_folder(final.parent)
+    with suppress(OSError):
+        _remove(old)
     return final
 
 
@@ -102,8 +113,7 @@ def published(root: Path) -> list[Path]:
     """All folders in `root` with a final name, oldest step first."""
     if not root.is_dir():
         return []
-    found = [(int(m[1]), p) for p in root.iterdir() if (m := _NAME.fullmatch(p.name))]
-    return [path for _, path in sorted(found)]
+    return sorted((path for path in root.iterdir() if _NAME.fullmatch(path.name)), key=_step)
 
 
 def unfinished(root: Path) -> list[Path]:
@@ -134,17 +144,16 @@ def prune(root: Path, keep_last: int, step: int) -> list[Path]:
     Returns what was removed. Unfit checkpoints do not count as kept. Later steps are those of
     another attempt and are left alone.
     """
-    upto = final_path(root, step).name
-    fit = [path for path, wrong in candidates(root) if wrong is None and path.name <= upto]
-    if len(fit) <= keep_last:
+    fit = [path for path, wrong in candidates(root) if wrong is None and _step(path) <= step]
+    if len(fit) < keep_last:
         return []
-    oldest = fit[keep_last - 1].name
-    removed = [path for path in published(root) if path.name < oldest]
+    oldest = _step(fit[keep_last - 1])
+    removed = [path for path in published(root) if _step(path) < oldest]
     for path in removed:
         # Renamed first: a half-removed folder must not look published.
         doomed = path.with_suffix(".old")
         path.rename(doomed)
-        shutil.rmtree(doomed)
+        _remove(doomed)
     return removed
 
 
@@ -162,7 +171,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path / MANIFEST} cannot be read ({error})") from None
     manifest = _unseal(path, text)
-    manifest["files"] = _file_records(path, manifest["files"])
+    manifest["files"] = _file_records(path, manifest.get("files"))
     _compare_sizes(path, manifest["files"])
     return manifest
 
@@ -185,6 +194,19 @@ def first_damaged(path: Path, files: Mapping[str, FileRecord], names: Iterable[s
     return None
 
 
+def _step(path: Path) -> int:
+    """Of a published folder, by its name."""
+    return int(path.name.removeprefix("step_"))
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder; of a link only the link."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
 def _record(stream: BinaryIO) -> FileRecord:
     size = checksum = 0
     while chunk := stream.read(_CHUNK_BYTES):
@@ -195,8 +217,9 @@ def _record(stream: BinaryIO) -> FileRecord:
 
 def _seal(manifest: Mapping[str, Any]) -> str:
     """JSON text with a checksum of all the rest, so that a damaged manifest is noticed too."""
-    body = json.dumps(manifest, allow_nan=False, sort_keys=True)
-    return json.dumps({"checksum": zlib.crc32(body.encode()), **json.loads(body)}, indent=1)
+    plain = json.loads(json.dumps(manifest, allow_nan=False))  # keys are text from here on
+    body = json.dumps(plain, sort_keys=True)
+    return json.dumps({"checksum": zlib.crc32(body.encode()), **plain}, indent=1)
 
 
 def _unseal(path: Path, text: str) -> dict[str, Any]:
@@ -212,12 +235,16 @@ def _unseal(path: Path, text: str) -> dict[str, Any]:
     return manifest
 
 
-def _file_records(path: Path, files: Mapping[str, Any]) -> dict[str, FileRecord]:
+def _file_records(path: Path, files: Any) -> dict[str, FileRecord]:
     """Records by name. A name that leads out of the folder is refused."""
-    for name in files:
-        if Path(name).name != name or name in ("", ".", ".."):
+    try:
+        records = {name: FileRecord(**record) for name, record in files.items()}
+    except (AttributeError, TypeError):
+        raise CheckpointError(f"{path / MANIFEST} lists no files") from None
+    for name in records:
+        if Path(name).name != name or name in ("", ".", "..") or "\0" in name:
             raise CheckpointError(f"{path / MANIFEST} names a file outside of its folder: {name!r}")
-    return {name: FileRecord(**record) for name, record in files.items()}
+    return records
 
 
 def _compare_sizes(path: Path, files: Mapping[str, FileRecord]) -> None:
@@ -230,7 +257,8 @@ def _compare_sizes(path: Path, files: Mapping[str, FileRecord]) -> None:
             raise CheckpointError(f"{path / name} has {size} bytes, {record.size} were written")
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -28,6 +28,7 @@ class Ranks:
 
     def __init__(self, timeout_s: float) -> None:
         self.group: collectives.Group = collectives.host_group(timeout_s)
+        self._timeout_s = timeout_s
         self.rank, self.count = collectives.rank(), collectives.world_size()
         # DCP without other ranks is meant. Filtered for good, because threads cannot do it.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -39,11 +40,11 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """The picklable `value` of every rank, in rank order."""
-        return collectives.gather_objects(value, self.group)
+        return self._talk(lambda: collectives.gather_objects(value, self.group))
 
     def broadcast(self, value: T) -> T:
         """The picklable `value` of the first rank."""
-        result: T = collectives.broadcast_object(value, group=self.group)
+        result: T = self._talk(lambda: collectives.broadcast_object(value, group=self.group))
         return result
 
     def together(self, what: str, act: Callable[[], T]) -> T:
@@ -62,10 +63,19 @@ class Ranks:
     def dcp(self, what: str, call: Callable[[], object]) -> None:
         """Run a function of DCP, which tells all ranks of an error, but not by an Exception."""
         try:
-            call()
+            self._talk(call)
         except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
             raise CheckpointError(f"cannot {what}: rank {rank}: {_text(cause)}") from None
+
+    def _talk(self, call: Callable[[], T]) -> T:
+        """Have the group's own errors, which DCP lets through, in the class of all others."""
+        try:
+            return call()
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"another rank did not answer within {self._timeout_s:g} s or is gone: {error}"
+            ) from error
 
     def close(self) -> None:
         """Give up the process group."""

@@ -344,6 +344,8 @@ class Checkpointing(Section):
     keep_last: how many of the newest checkpoints to keep; null keeps all.
     resume: "auto" continues from the newest usable checkpoint if there is one; "none" starts anew
         and refuses a folder that has checkpoints; anything else is the path of a checkpoint.
+    weights: folder of safetensors files, such as an export, whose weights a new run starts from;
+        names are those of transformers' Llama. A run that resumes does not look at it.
     async: write files while training goes on, from a copy in host memory.
     verify: "checksums" are taken while files are written and proven when they are loaded;
         "read-back" also reads every file again before it counts as saved.
@@ -353,6 +355,7 @@ class Checkpointing(Section):
     every: CountOrZero = 100
     keep_last: Count | None = None
     resume: str = "auto"
+    weights: str | None = None
     async_: bool = False
     verify: Literal["checksums", "read-back"] = "checksums"
     timeout_s: Positive = 1800.0

@@ -8,6 +8,7 @@ Words: B sequences, T tokens, C width, H heads, K key-value heads, D channels of
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from shardmuon.training.config import Model
 
-__all__ = ["CausalLM", "build"]
+__all__ = ["CausalLM", "build", "transformers_config"]
 
 
 class RMSNorm(nn.Module):
@@ -164,3 +165,30 @@ def build(config: Model, seed: int) -> CausalLM:
             into_stream = name.endswith(("o_proj.weight", "down_proj.weight"))
             weight.normal_(0.0, narrow if into_stream else config.init_std, generator=generator)
     return model
+
+
+def transformers_config(config: Model, dtype: str) -> dict[str, Any]:
+    """The config.json with which transformers' Llama computes what this model does.
+
+    dtype: in which the weights are stored and loaded, such as "float32".
+    """
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.dim // config.heads,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_theta": config.rope_theta,  # read by versions before 5
+        "tie_word_embeddings": config.tied_head,
+        "initializer_range": config.init_std,
+        "dtype": dtype,
+    }

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from shardmuon.checkpoint import Checkpointer, CheckpointError, publish
+from shardmuon.checkpoint.export import load_weights
 from shardmuon.exchange import collectives
 from shardmuon.muon import Muon
 from shardmuon.training import data, optimizers, place, progress, resume, signals
@@ -46,6 +47,11 @@ def prepare(config: Config) -> Prepared:
         start = resume.resolve(config, corpus.fingerprint, place.ranks_started())
     except CheckpointError as error:
         raise ConfigError(f"checkpoint.resume: {error}") from None
+    weights = config.checkpoint.weights
+    if weights is not None and not any(Path(weights).glob("*.safetensors")):
+        raise ConfigError(
+            f"checkpoint.weights: got '{weights}', expected a folder with .safetensors files"
+        )
     model = build(config.model, config.seed)
     optimizers.check(model, config.optimizer)
     return Prepared(config=config, corpus=corpus, model=model, device=device, start=start)
@@ -59,6 +65,8 @@ def run(prepared: Prepared, arguments: Sequence[str]) -> None:
     checkpoints = _checkpointer(config)
     start, notes = _agree(prepared, checkpoints)
     model = place.spread(prepared.model, here, config.precision)
+    if start.path is None and config.checkpoint.weights is not None:
+        load_weights(config.checkpoint.weights, model)
     built = optimizers.build(model, config.optimizer, here.device, here.mesh)
     if start.path is not None:
         checkpoints.load(start.path, model, built.optimizer, settings=False)

@@ -1,0 +1,102 @@
+"""The command line of `python -m shardmuon`.
+
+Owns arguments and exit codes: 0 done, 2 wrong arguments, 1 anything else (one line on stderr).
+Started by torchrun, its ranks share the work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardmuon.checkpoint.publish import CheckpointError, candidates, read_manifest
+
+__all__ = ["main"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run what the arguments say; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        _export(options)
+    except (CheckpointError, OSError) as error:
+        print(f"shardmuon export: error: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="shardmuon", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    export = commands.add_parser(
+        "export", help="write a checkpoint's weights as safetensors files with an index"
+    )
+    export.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's folder: its newest")
+    export.add_argument("folder", type=Path, help="new folder for the files")
+    export.add_argument("--dtype", choices=DTYPES, help="of the weights; left out: as trained")
+    export.add_argument("--optimizer", action="store_true", help="also write optimizer state")
+    export.add_argument(
+        "--file-gb", type=_positive, default=5.0, help="largest size of a file in 10^9 bytes"
+    )
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value
+
+
+def _export(options: argparse.Namespace) -> None:
+    path = _checkpoint(options.checkpoint)
+    import torch
+
+    from shardmuon.checkpoint.export import export_checkpoint
+    from shardmuon.exchange import collectives
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        collectives.start("gloo", timeout_s=1800.0)
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    texts = _texts(read_manifest(path), options.dtype)
+    export_checkpoint(
+        path,
+        options.folder,
+        optimizer=options.optimizer,
+        dtype=dtype,
+        file_bytes=int(options.file_gb * 1e9),
+        texts=texts,
+    )
+    if collectives.rank() == 0:
+        for file in sorted(p for p in options.folder.rglob("*") if p.is_file()):
+            print(f"{file.stat().st_size:>15,}  {file}")
+    collectives.stop()
+
+
+def _checkpoint(path: Path) -> Path:
+    """`path`, or the newest usable checkpoint of the run whose folder it is."""
+    folder = path / "checkpoints"
+    if not folder.is_dir():
+        return path
+    for found, wrong in candidates(folder):
+        if wrong is None:
+            return found
+        print(f"warning: {found.name} is skipped: {wrong}", file=sys.stderr)
+    raise CheckpointError(f"no usable checkpoint in {folder}")
+
+
+def _texts(manifest: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
+    """What transformers needs beside the weights of a run; nothing of other checkpoints."""
+    from shardmuon.training.config import Model
+    from shardmuon.training.model import transformers_config
+
+    if "config" not in manifest:
+        return {}
+    model = Model(**manifest["config"]["model"])
+    return {"config.json": transformers_config(model, dtype or "float32")}
