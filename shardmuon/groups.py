@@ -57,6 +57,8 @@ ADAMW_DEFAULTS: dict[str, Any] = {
     "eps": 1e-8,
     "weight_decay": 0.01,
 }
+# Keys of torch itself and of its schedulers, some of which look like misspelt ones.
+_FRAMEWORK_KEYS = ("params", "param_names", "algorithm", "mesh", "max_momentum", "base_momentum")
 _KEYS = {MUON: MUON_DEFAULTS, ADAMW: ADAMW_DEFAULTS}
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
 
@@ -86,7 +88,7 @@ def complete_group(group: Mapping[str, Any], muon_defaults: Mapping[str, Any]) -
 def _check_key(key: str, algorithm: str) -> None:
     """Refuse keys of the other algorithm and misspelt ones; frameworks may add their own."""
     own = _KEYS[algorithm]
-    if key in own or key in ("params", "param_names", "algorithm", "mesh"):
+    if key in own or key in _FRAMEWORK_KEYS:
         return
     other = _KEYS[ADAMW if algorithm == MUON else MUON]
     if key in other:

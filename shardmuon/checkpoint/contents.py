@@ -348,7 +348,7 @@ def _compare_settings(number: int, names: Sequence[str], olds: Groups) -> None:
 
 def _assign(group: dict[str, Any], key: str, value: Any) -> None:
     if isinstance(group.get(key), Tensor):
-        group[key].fill_(value)  # compiled steps and schedulers hold this very tensor
+        group[key] = torch.full_like(group[key], value)  # groups may share the one they have
     else:
         group[key] = value
 

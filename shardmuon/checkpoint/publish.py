@@ -16,8 +16,9 @@ import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 __all__ = [
     "MANIFEST",
@@ -46,7 +47,7 @@ SEALING_KEYS = frozenset(("checksum", "files", "format"))
 FORMAT = 2
 _NAME = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"step_\d{8,}\.(tmp|old)")
-_CHUNK_BYTES = 1 << 22
+_CHUNK_BYTES = 1 << 18
 
 
 class CheckpointError(Exception):
@@ -178,7 +179,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 def record_of(path: Path) -> FileRecord:
     """Size and checksum of the file as it is on disk."""
-    with path.open("rb") as stream:
+    with path.open("rb", buffering=0) as stream:
         return _record(stream)
 
 
@@ -207,11 +208,12 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _record(stream: BinaryIO) -> FileRecord:
+def _record(stream: RawIOBase) -> FileRecord:
     size = checksum = 0
-    while chunk := stream.read(_CHUNK_BYTES):
-        size += len(chunk)
-        checksum = zlib.crc32(chunk, checksum)
+    buffer = memoryview(bytearray(_CHUNK_BYTES))  # one, that stays in the processor's cache
+    while count := stream.readinto(buffer):
+        size += count
+        checksum = zlib.crc32(buffer[:count], checksum)
     return FileRecord(size, checksum)
 
 
