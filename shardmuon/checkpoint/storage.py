@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -97,11 +98,15 @@ class Reader(FileSystemReader):
         try:
             with path.open("rb") as stream:
                 metadata = _IndexUnpickler(stream).load()
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error})") from None
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(f"{path} does not hold DCP's metadata")
-        self._check(metadata)
+            if not isinstance(metadata, Metadata):
+                raise CheckpointError(f"{path} does not hold DCP's metadata")
+            self._check(metadata)
+        except CheckpointError:
+            raise
+        except Exception as error:  # damage can end in any of them
+            raise CheckpointError(
+                f"{path} cannot be read ({type(error).__name__}: {error})"
+            ) from None
         metadata.storage_meta = StorageMeta()
         return metadata
 
@@ -127,11 +132,20 @@ class _IndexUnpickler(pickle.Unpickler):
     """Finds exactly the names that DCP writes."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format  # an enum's member in the pickles of some Python 3.11
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+
+
+def _memory_format(kind: object, name: str) -> Any:
+    """Stands for getattr where an index is read."""
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"it asks for {name} of {kind}, which no checkpoint needs")
+    return _MEM_FORMAT_ENCODING[name]
 
 
 class _RecordingFileSystem(FileSystem):
