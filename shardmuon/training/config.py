@@ -312,8 +312,8 @@ class Mesh(Section):
     ranks: number of ranks that must be there; null takes what torchrun started.
     replicate: replicas of the sharded model, which share the data (HSDP).
     tensor: ranks that split each matrix of a block between them and see the same data (tensor
-        parallelism); must divide model.heads, model.kv_heads and model.hidden. Ranks of one group
-        are neighbours, so that a group that fits into one machine stays in it.
+        parallelism); must divide model.heads, model.kv_heads and model.hidden. Consecutive ranks
+        form a group.
     timeout_s: seconds after which a collective that waits for a lost rank is an error.
     """
 

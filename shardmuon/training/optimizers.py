@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardmuon.muon import Muon
 from shardmuon.routing import ParamGroups, param_groups
@@ -57,7 +58,9 @@ def build(
     if config.name == "muon":
         muon = Muon(groups, mesh=mesh, runtime=config.runtime)
         return Built(optimizer=muon, matrices=matrices, routing=groups.report())
-    adamw = torch.optim.AdamW(_all_adamw(groups, config), fused=device.type == "cuda")
+    # torch's fused AdamW takes plain tensors or DTensors, not both at once.
+    alike = len({isinstance(p, DTensor) for p in named.values()}) == 1
+    adamw = torch.optim.AdamW(_all_adamw(groups, config), fused=alike and device.type == "cuda")
     return Built(optimizer=adamw, matrices=matrices, routing="all parameters under AdamW")
 
 

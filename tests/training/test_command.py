@@ -38,6 +38,8 @@ CASES = {
     "out of range": ([TINY, "optimizer.muon.momentum=1.0"], "expected a number in [0, 1)"),
     "batch": ([TINY, "data.batch_sequences=9"], "ranks x accumulation.steps = 2 x 1 = 2"),
     "ranks": ([TINY, "mesh.ranks=3"], "mesh.ranks: got 3, but torchrun started 2"),
+    "replicas": ([TINY, "mesh.replicate=4"], "mesh.replicate: got 2 ranks, expected a multiple of"),
+    "tensor": ([TINY, "mesh.tensor=3"], "mesh.tensor: got 3, expected a divisor of model.heads"),
     "data": ([TINY, "data.source=text", "data.files=[no/*.txt]"], "no file matches 'no/*.txt'"),
     "resume": ([TINY, "checkpoint.resume=no/such"], "no finished checkpoint at no/such"),
     "pattern": ([TINY, "optimizer.to_adamw=['*nothing*']"], "*nothing*"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from shardmuon.runtime import Runtime
-from shardmuon.training.config import Config, Data, Model, MuonGroups, Range, Schedule
+from shardmuon.training.config import Config, Data, Mesh, Model, MuonGroups, Range, Schedule
 from shardmuon.training.load import ConfigError, as_tree, differences, load
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -123,6 +124,19 @@ BAD = {
     "runtime choice": ("optimizer: {runtime: {exchange: x}}\n", ["one of auto, all_gather"]),
     "heads": ("model: {dim: 100, heads: 3}\n", ["model.heads: got 3 for dim 100"]),
     "kv heads": ("model: {kv_heads: 3}\n", ["model.kv_heads: got 3"]),
+    "heads over ranks": (
+        "mesh: {tensor: 3}\n",
+        ["mesh.tensor: got 3, expected a divisor of model.heads (4)"],
+    ),
+    "kv heads over ranks": (
+        "mesh: {tensor: 4}\n",
+        ["mesh.tensor: got 4, expected a divisor of model.kv_heads (2)"],
+    ),
+    "channels over ranks": (
+        "mesh: {tensor: 2}\nmodel: {hidden: 99}\n",
+        ["mesh.tensor: got 2, expected a divisor of model.hidden (99)"],
+    ),
+    "no replica": ("mesh: {replicate: 0}\n", ["mesh.replicate: got 0", "at least 1"]),
     "small vocabulary": ("model: {vocab_size: 100}\n", ["model.vocab_size: got 100"]),
     "no files": ("data: {source: text}\n", ["data.files: got none"]),
     "files without source": ("data: {files: [a]}\n", ["data.files", "source 'stdlib'"]),
@@ -220,6 +234,27 @@ def test_batch_must_divide(ranks: int, accumulation: int, fits: bool) -> None:
         assert config.micro_batch_sequences(ranks) == 32 // (ranks * accumulation)
         return
     with pytest.raises(ValueError, match=r"data.batch_sequences: got 32, expected a multiple"):
+        config.check_ranks(ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "text"),
+    [
+        (4, Mesh(replicate=2, tensor=2), None),
+        (64, Mesh(tensor=2), None),
+        (64, Mesh(), "expected a multiple of ranks x accumulation.steps = 64 x 1 = 64"),
+        (6, Mesh(tensor=2), "expected a multiple of ranks / mesh.tensor x accumulation.steps = 3"),
+        (6, Mesh(replicate=4), "mesh.replicate: got 6 ranks, expected a multiple of"),
+        (2, Mesh(replicate=2, tensor=2), "replicate x tensor = 2 x 2 = 4"),
+        (3, Mesh(tensor=2), "mesh.tensor: got 3 ranks, expected a multiple of"),
+    ],
+)
+def test_ranks_must_fit_the_mesh(ranks: int, mesh: Mesh, text: str | None) -> None:
+    config = Config(mesh=mesh)
+    if text is None:
+        config.check_ranks(ranks)
+        return
+    with pytest.raises(ValueError, match=re.escape(text)):
         config.check_ranks(ranks)
 
 

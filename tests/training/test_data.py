@@ -15,8 +15,8 @@ from shardmuon.training.load import ConfigError
 from shardmuon.training.place import Place
 
 
-def place(rank: int, ranks: int) -> Place:
-    return Place(device=torch.device("cpu"), rank=rank, ranks=ranks, mesh=None)
+def place(rank: int, ranks: int, tensor: int = 1) -> Place:
+    return Place(device=torch.device("cpu"), rank=rank, ranks=ranks, mesh=None, tensor=tensor)
 
 
 def numbered(length: int = 8) -> data.Tokens:
@@ -107,6 +107,18 @@ def test_global_batch_does_not_depend_on_ranks_or_accumulation(
             rows.append(inputs)
     expected = torch.stack([torch.from_numpy(tokens.sample(0, 3, i)[:-1]) for i in range(8)])
     assert torch.equal(torch.cat(rows), expected)
+
+
+def test_ranks_of_a_tensor_group_take_the_same_sequences() -> None:
+    config = Config(data=Data(batch_sequences=8), evaluation=Evaluation(sequences=5))
+    tokens = data.Tokens([np.arange(10**5)], 8, 10**6)
+    for rank in range(6):
+        grouped, alone = place(rank, 6, tensor=3), place(rank // 3, 2)
+        inputs, _ = batches.micro_batch(tokens, config, grouped, 3, 0)
+        assert torch.equal(inputs, batches.micro_batch(tokens, config, alone, 3, 0)[0])
+        left, right = (batches.validation_batches(tokens, config, p) for p in (grouped, alone))
+        for one, other in zip(left, right, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
