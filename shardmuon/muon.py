@@ -36,6 +36,9 @@ from shardmuon.runtime import Runtime
 
 __all__ = ["Muon", "StepStats"]
 
+_OWN_KEYS = ("param_names", "mesh", "momentum_dtype")
+"""Group keys that describe the tensors here; a state dict does not change them."""
+
 
 class Muon(Optimizer):
     r"""Muon that orthogonalizes every whole matrix on one owner rank; AdamW for the rest.
@@ -193,25 +196,27 @@ class Muon(Optimizer):
         self._reconcile_state()
         packed = super().state_dict()
         for group in packed["param_groups"]:
-            group.pop("mesh", None)  # where ranks are is no business of a file
+            if "mesh" in group:  # where ranks are is no business of a file; torch wants the key
+                group["mesh"] = None
         return packed
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load ours, or that of `torch.optim.Muon` into an optimizer of muon groups only. Local.
 
         Settings such as lr come from `state_dict`; keys that it does not have keep their values.
-        Momentum keeps the dtype it has here; a cast is a warning. Raises ValueError, with nothing
-        changed, if a group's algorithm or the way in which its parameters are cut differs.
+        Names stay, and momentum keeps the dtype it has here; a cast is a warning. Raises
+        ValueError, with nothing changed, if a group's algorithm or the way in which its parameters
+        are cut differs, or if the state dict has no settings for it.
         """
         self._reconcile_state()
         _check_structure(self.param_groups, state_dict["param_groups"])
         before = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, old in zip(self.param_groups, before, strict=True):
+            for key in _OWN_KEYS:
+                group.pop(key, None)
             for key, value in old.items():
                 group.setdefault(key, value)
-            if "momentum_dtype" in old:
-                group["momentum_dtype"] = old["momentum_dtype"]
         self._restore_dtypes(state_dict)
         self._reconcile_state()
 
@@ -295,6 +300,12 @@ def _check_unique(names: Sequence[str]) -> None:
 def _check_structure(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
     """Refuse a file whose groups are of another kind; torch's own files do not say theirs."""
     for number, (group, other) in enumerate(zip(groups, saved, strict=False)):
+        if not other.keys() - {"params"}:
+            raise ValueError(
+                f"the state dict has no settings for group {number}: torch cannot split a saved"
+                " group in the nested form; use"
+                " StateDictOptions(flatten_optimizer_state_dict=True), or shardmuon.checkpoint"
+            )
         theirs = {"algorithm": ADAMW if "betas" in other else MUON, **other}
         for key in STRUCTURAL_KEYS:
             here, there = group.get(key), theirs.get(key, group.get(key))

@@ -173,10 +173,13 @@ def group_changes(
 
 def change_groups(optimizer: torch.optim.Optimizer, changes: Groups) -> None:
     """Give every group its `group_changes`."""
-    for group, change in zip(optimizer.param_groups, changes, strict=True):
+    pairs = list(zip(optimizer.param_groups, changes, strict=True))
+    for group, change in pairs:
         for key, value in change.items():
             if key not in _KEPT:
-                _assign(group, key, decode(value))
+                # Compiled steps and schedulers hold a tensor, but groups that differ may share it.
+                same = all(c.get(key) == value for g, c in pairs if g.get(key) is group.get(key))
+                _assign(group, key, decode(value), in_place=same)
 
 
 def random_state() -> dict[str, str]:
@@ -346,11 +349,13 @@ def _compare_settings(number: int, names: Sequence[str], olds: Groups) -> None:
                 )
 
 
-def _assign(group: dict[str, Any], key: str, value: Any) -> None:
-    if isinstance(group.get(key), Tensor):
-        group[key] = torch.full_like(group[key], value)  # groups may share the one they have
-    else:
+def _assign(group: dict[str, Any], key: str, value: Any, in_place: bool) -> None:
+    if not isinstance(group.get(key), Tensor):
         group[key] = value
+    elif in_place:
+        group[key].fill_(value)
+    else:
+        group[key] = torch.full_like(group[key], value)
 
 
 def some(names: Iterable[str]) -> str:
