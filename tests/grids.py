@@ -72,7 +72,7 @@ class Grid:
 
     mesh: tuple[int, ...]
     weights: tuple[Weight, ...]
-    steps: int = 3
+    steps: int = 2  # the first starts from zero momentum, the second from a momentum that moved
     seed: int = 0
     options: Mapping[str, Any] = field(default_factory=lambda: {"lr": 0.02})
     runtime: shardmuon.Runtime = field(

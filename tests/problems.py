@@ -83,6 +83,7 @@ class Outcome:
     bytes_sent: int
     bytes_received: int
     collectives: int
+    buckets: int
     owners: dict[str, int]
     planned_sent: dict[int, int]
     planned_received: dict[int, int]
@@ -126,11 +127,16 @@ def digest(tensors: Sequence[Tensor]) -> str:
 def assert_ranks_agree(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The whole tensors, after all ranks have compared a hash of them."""
     values = [whole(tensor) for tensor in tensors]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        digests: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(digests, digest(values))
-        assert len(set(digests)) == 1, digests
+    _assert_digests_agree([digest(values)])
     return values
+
+
+def _assert_digests_agree(digests: Sequence[str]) -> None:
+    """Compare what every rank has seen over several steps, in one exchange."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        seen: list[Sequence[str]] = [()] * dist.get_world_size()
+        dist.all_gather_object(seen, digests)
+        assert all(each == seen[0] for each in seen), seen
 
 
 def _matrices(problem: Problem, step: int | None) -> Iterator[Tensor]:
@@ -188,20 +194,24 @@ def momenta(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) ->
 
 def _solve(problem: Problem, mesh: DeviceMesh | None) -> Outcome:
     params, optimizer = build(problem, mesh)
-    orthogonalized = []
+    orthogonalized, digests, values = [], [], []
     for step in range(problem.steps):
         set_gradients(params, problem, step, mesh)
         optimizer.step()
         orthogonalized.append(optimizer.stats.matrices_orthogonalized)
-        assert_ranks_agree(params)
+        values = [whole(p) for p in params]
+        digests.append(digest(values))
+    momentum = [whole(m) for m in momenta(optimizer, params)]
+    _assert_digests_agree([*digests, digest(momentum)])
     stats, plan = optimizer.stats, optimizer.plan
     return Outcome(
-        params=assert_ranks_agree(params),
-        momenta=assert_ranks_agree(momenta(optimizer, params)),
+        params=values,
+        momenta=momentum,
         orthogonalized=orthogonalized,
         bytes_sent=stats.bytes_sent,
         bytes_received=stats.bytes_received,
         collectives=stats.collectives,
+        buckets=len(plan.buckets),
         owners=dict(plan.owners()),
         planned_sent=dict(plan.bytes_sent()),
         planned_received=dict(plan.bytes_received()),

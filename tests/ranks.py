@@ -47,6 +47,7 @@ GROUP_TIMEOUT_S = 300.0
 _PRELOAD = [
     "numpy",
     "torch",
+    "torch._dynamo",  # the first optimizer or DTensor of a process imports it, for seconds
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -132,15 +133,15 @@ def _serve(rank: int, world: int, folder: str, connection: Connection) -> None:
         timeout=timedelta(seconds=GROUP_TIMEOUT_S),
         device_id=_gpu(rank) if backend() == "nccl" else None,
     )
-    gc.freeze()  # torch's own objects make every later collection slow
     connection.send_bytes(pickle.dumps(None))
     while True:
+        gc.collect()
+        gc.freeze()  # what lives on, modules above all, makes every later collection slow
         try:
             message = connection.recv_bytes()
         except (EOFError, OSError):
             os._exit(0)  # the parent is gone: no goodbye to ranks that are gone too
         connection.send_bytes(_answer(rank, message))
-        gc.collect()
 
 
 def _answer(rank: int, message: bytes) -> bytes:

@@ -116,7 +116,7 @@ def grids(draw: st.DrawFn, world: int) -> Grid:
     "random shapes, stacks, parts, heads, placements, meshes of 1, 2, 3, 4 and 8 ranks and dtypes"
 )
 def test_any_layout_gives_the_bits_of_separate_matrices(pools: Worlds, world: int) -> None:
-    # The first batch that hypothesis draws is the simplest one: it does not count.
+    # The first batch that hypothesis draws is the simplest problem many times: it does not count.
     @settings(
         max_examples=1 + math.ceil(EXAMPLES * SHARE[world] / BATCH),
         deadline=None,
@@ -127,6 +127,8 @@ def test_any_layout_gives_the_bits_of_separate_matrices(pools: Worlds, world: in
     )
     @given(batch=st.lists(grids(world), min_size=BATCH, max_size=BATCH))
     def solve(batch: list[Grid]) -> None:
+        if all(grid == batch[0] for grid in batch):
+            batch = batch[:1]
         (right,) = pools.run(1, solve_alone, batch)
         answers = pools.run(world, check, batch, right)
         for grid, *found in zip(batch, *answers, strict=True):

@@ -20,7 +20,8 @@ from torch.distributed.tensor.parallel import (
 import shardmuon
 from tests import ranks, reference
 from tests.conftest import Worlds
-from tests.problems import SHAPES, digest, whole
+from tests.grids import mesh_of
+from tests.problems import SHAPES, assert_ranks_agree, digest, whole
 
 Exchange = Literal["auto", "all_gather"]
 PLACES: dict[str, Placement] = {"R": Replicate(), "0": Shard(0), "1": Shard(1)}
@@ -40,11 +41,6 @@ LAYOUTS = [
     ((2, 2, 2), "0R1"),
     ((2, 2, 2), "001"),
 ]
-
-
-def named_mesh(shape: tuple[int, ...]) -> DeviceMesh:
-    names = ("a", "b", "c")[: len(shape)]
-    return init_device_mesh(ranks.device().type, shape, mesh_dim_names=names)
 
 
 def train(
@@ -76,11 +72,9 @@ def train(
     for p, momentum in zip(params, state, strict=True):
         if isinstance(p, DTensor) and isinstance(momentum, DTensor):
             assert momentum.placements == p.placements == tuple(placements)
-            # Replicas must hold the same bits, not only the first one that full_tensor reads.
-            gathered: list[str] = [""] * torch.distributed.get_world_size()
-            torch.distributed.all_gather_object(gathered, digest([whole(p), whole(momentum)]))
-            assert len(set(gathered)) == 1
-    return digest([whole(t) for t in (*params, *state)]), counts
+    # Replicas must hold the same bits, not only the first one that full_tensor reads.
+    found = [*params, *state]
+    return digest(assert_ranks_agree(found) if mesh is not None else found), counts
 
 
 def check_collectives(optimizer: shardmuon.Muon, mesh: DeviceMesh, letters: str) -> None:
@@ -95,11 +89,17 @@ def check_collectives(optimizer: shardmuon.Muon, mesh: DeviceMesh, letters: str)
 def on_mesh(
     shape: tuple[int, ...], letters: str, exchange: Exchange, bucket_bytes: int
 ) -> tuple[str, list[int]]:
-    return train(named_mesh(shape), letters, exchange, bucket_bytes)
+    return train(mesh_of(shape), letters, exchange, bucket_bytes)
 
 
 def on_one_rank() -> tuple[str, list[int]]:
     return train(None, "", "auto")
+
+
+@pytest.fixture(scope="module")
+def right(pools: Worlds) -> str:
+    """What one rank without a mesh computes."""
+    return pools.run(1, on_one_rank)[0][0]
 
 
 @pytest.mark.parametrize(("exchange", "bucket_bytes"), [("auto", 2000), ("all_gather", 2**26)])
@@ -108,9 +108,13 @@ def on_one_rank() -> tuple[str, list[int]]:
     "meshes of two and three axes: HSDP, both dims sharded, one dim sharded twice"
 )
 def test_every_mesh_gives_the_bits_of_one_process(
-    pools: Worlds, shape: tuple[int, ...], letters: str, exchange: Exchange, bucket_bytes: int
+    pools: Worlds,
+    right: str,
+    shape: tuple[int, ...],
+    letters: str,
+    exchange: Exchange,
+    bucket_bytes: int,
 ) -> None:
-    right, _ = pools.run(1, on_one_rank)[0]
     world = math.prod(shape)
     answers = pools.run(world, on_mesh, shape, letters, exchange, bucket_bytes)
     assert {found for found, _ in answers} == {right}

@@ -50,7 +50,7 @@ def counted(noise: float = 0.0) -> Iterator[list[int]]:
 def _noisy_replica(
     mesh_shape: tuple[int, ...], letters: str, exchange: Any
 ) -> tuple[list[int], list[list[str]], int]:
-    """NS calls of each of ten steps, hashes of this rank's shards after each, owners in use."""
+    """NS calls of each of three steps, hashes of this rank's shards after each, owners in use."""
     mesh = mesh_of(mesh_shape)
     params = [
         nn.Parameter(placed(random(shape, i), letters, mesh)) for i, shape in enumerate(MATRICES)
@@ -62,7 +62,8 @@ def _noisy_replica(
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     with counted(noise=1e-6 if coordinate[0] == 1 else 0.0) as calls:
-        for step in range(10):
+        # What one rank added in the first step, the others would miss in all later ones.
+        for step in range(3):
             for i, (shape, p) in enumerate(zip(MATRICES, params, strict=True)):
                 p.grad = placed(random(shape, 100 * step + i), letters, mesh)
             calls[0] = 0
@@ -94,7 +95,7 @@ def test_replicas_stay_equal_when_one_computes_otherwise(
     world = math.prod(mesh)
     answers = pools.run(world, _noisy_replica, mesh, letters, exchange)
     totals = [sum(step) for step in zip(*(counts for counts, _, _ in answers), strict=True)]
-    assert totals == [len(MATRICES)] * 10
+    assert totals == [len(MATRICES)] * 3
     assert {owners for _, _, owners in answers} == {min(world, len(MATRICES))}
     # Ranks that hold the same shards: those that differ along replicated axes only.
     copies = 1
