@@ -130,7 +130,10 @@ class Checkpointer:
             pending.result()
 
     def raise_error(self) -> None:
-        """Raise the CheckpointError of an asynchronous save that has failed; does not wait."""
+        """Raise the CheckpointError of an asynchronous save that has failed.
+
+        Does not wait, so some ranks may raise it a call later than others.
+        """
         if self._pending is not None and self._pending.done():
             self.wait()
 

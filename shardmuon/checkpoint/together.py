@@ -19,6 +19,8 @@ __all__ = ["Ranks"]
 
 T = TypeVar("T")
 
+_REACH = "reach the other ranks"
+
 
 class Ranks:
     """All ranks of the job, or this process alone. Making one is collective.
@@ -40,11 +42,13 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """The picklable `value` of every rank, in rank order."""
-        return self._talk(lambda: collectives.gather_objects(value, self.group))
+        return self._talk(_REACH, lambda: collectives.gather_objects(value, self.group))
 
     def broadcast(self, value: T) -> T:
         """The picklable `value` of the first rank."""
-        result: T = self._talk(lambda: collectives.broadcast_object(value, group=self.group))
+        result: T = self._talk(
+            _REACH, lambda: collectives.broadcast_object(value, group=self.group)
+        )
         return result
 
     def together(self, what: str, act: Callable[[], T]) -> T:
@@ -55,7 +59,9 @@ class Ranks:
             result = act()
         except Exception as error:
             cause = error
-        for rank, text in enumerate(self.gather(None if cause is None else _text(cause))):
+        mine = None if cause is None else _text(cause)
+        texts = self._talk(what, lambda: collectives.gather_objects(mine, self.group))
+        for rank, text in enumerate(texts):
             if text is not None:
                 raise CheckpointError(f"cannot {what}: rank {rank}: {text}") from cause
         return result  # type: ignore[no-any-return]
@@ -63,18 +69,21 @@ class Ranks:
     def dcp(self, what: str, call: Callable[[], object]) -> None:
         """Run a function of DCP, which tells all ranks of an error, but not by an Exception."""
         try:
-            self._talk(call)
+            self._talk(what, call)
         except CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
             raise CheckpointError(f"cannot {what}: rank {rank}: {_text(cause)}") from None
 
-    def _talk(self, call: Callable[[], T]) -> T:
+    def _talk(self, what: str, call: Callable[[], T]) -> T:
         """Have the group's own errors, which DCP lets through, in the class of all others."""
         try:
             return call()
         except RuntimeError as error:
+            if self.count == 1:
+                raise
             raise CheckpointError(
-                f"another rank did not answer within {self._timeout_s:g} s or is gone: {error}"
+                f"cannot {what}: another rank did not answer within {self._timeout_s:g} s or is"
+                f" gone: {error}"
             ) from error
 
     def close(self) -> None:
