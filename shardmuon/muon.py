@@ -206,10 +206,11 @@ class Muon(Optimizer):
         Settings such as lr come from `state_dict`; keys that it does not have keep their values.
         Names stay, and momentum keeps the dtype it has here; a cast is a warning. Raises
         ValueError, with nothing changed, if a group's algorithm or the way in which its parameters
-        are cut differs, or if the state dict has no settings for it.
+        are cut differs, if the state dict has no settings for it, or if state does not fit.
         """
         self._reconcile_state()
         _check_structure(self.param_groups, state_dict["param_groups"])
+        _check_state(self.param_groups, state_dict)
         before = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, old in zip(self.param_groups, before, strict=True):
@@ -311,6 +312,22 @@ def _check_structure(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str,
             here, there = group.get(key), theirs.get(key, group.get(key))
             if _plain(there) != _plain(here):
                 raise ValueError(f"group {number} has {key}={here!r}, the state dict {there!r}")
+
+
+def _check_state(groups: Sequence[dict[str, Any]], state_dict: StateDict) -> None:
+    """Refuse state of another shape, and what torch's flat form puts in for state it lacks."""
+    saved_groups = state_dict["param_groups"]
+    for group, names, saved in zip(groups, parameter_names(groups), saved_groups, strict=False):
+        for parameter, name, key in zip(group["params"], names, saved["params"], strict=False):
+            for kind, value in state_dict["state"].get(key, {}).items():
+                if isinstance(value, dict):
+                    raise ValueError(f"the state dict has no {kind} of {name}")
+                shape = value.shape if isinstance(value, Tensor) else ()
+                if kind != "step" and shape != parameter.shape:
+                    raise ValueError(
+                        f"{kind} of {name} has shape {tuple(shape)} in the state dict, the"
+                        f" parameter {tuple(parameter.shape)}"
+                    )
 
 
 def _plain(value: object) -> object:
