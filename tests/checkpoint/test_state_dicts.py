@@ -23,19 +23,16 @@ from torch.distributed.checkpoint.state_dict import (
 import shardmuon
 from shardmuon.exchange import collectives
 from tests import models, ranks
+from tests.checkpoint.regrouped import ADAMW, EARLY, LATE, RUNTIME, Part, bits, settings, train
 from tests.conftest import Worlds
 from tests.grids import random
 from tests.problems import digest, local, world_mesh
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 NESTED = StateDictOptions()
-RUNTIME = shardmuon.Runtime(deterministic=True)
 
-EARLY, LATE = models.MATRICES[:2], models.MATRICES[2:]
 OTHERS = [name for name, _ in models.make().named_parameters() if name not in models.MATRICES]
-ADAMW: dict[str, Any] = {"algorithm": "adamw"}
 
-Part = tuple[Sequence[str], dict[str, Any]]
 WHOLE: list[Part] = [
     (models.MATRICES, {"lr": 0.02, "momentum": 0.9}),
     (OTHERS, {**ADAMW, "lr": 0.01, "betas": (0.8, 0.9)}),
@@ -56,25 +53,6 @@ def muon(model: nn.Module, parts: Sequence[Part], named: bool = True) -> shardmu
 def without_settings(parts: Sequence[Part]) -> list[Part]:
     """The same groups before a state dict has brought their settings."""
     return [(names, ADAMW if "algorithm" in keys else {}) for names, keys in parts]
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        models.spread_gradients(model, step)
-        optimizer.step()
-
-
-def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Hash of this rank's part of every tensor, by name."""
-    tensors: dict[str, Tensor] = dict(model.state_dict())
-    for name, p in model.named_parameters():
-        tensors.update({f"{name}.{k}": v for k, v in optimizer.state.get(p, {}).items()})
-    return {name: digest([local(tensor)]) for name, tensor in tensors.items()}
-
-
-def settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    left = ("params", "param_names")
-    return [{k: v for k, v in g.items() if k not in left} for g in optimizer.param_groups]
 
 
 Pair = tuple[models.Net, shardmuon.Muon]
