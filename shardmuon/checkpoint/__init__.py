@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from shardmuon.checkpoint.checkpointer import Found as Found
     from shardmuon.checkpoint.convert import from_torch as from_torch
     from shardmuon.checkpoint.convert import to_torch as to_torch
-    from shardmuon.checkpoint.export import export_model as export_model
     from shardmuon.checkpoint.export import export_checkpoint as export_checkpoint
+    from shardmuon.checkpoint.export import export_model as export_model
     from shardmuon.checkpoint.export import load_weights as load_weights
     from shardmuon.checkpoint.publish import CheckpointError as CheckpointError
 
