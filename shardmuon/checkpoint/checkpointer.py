@@ -33,7 +33,7 @@ from shardmuon.checkpoint.contents import (
     targets,
 )
 from shardmuon.checkpoint.publish import CheckpointError, FileRecord, published, unfinished
-from shardmuon.checkpoint.storage import Reader, SnapshotPlanner, Writer
+from shardmuon.checkpoint.storage import Planner, Reader, Writer
 from shardmuon.checkpoint.together import Ranks
 from shardmuon.exchange.blocks import local
 
@@ -282,13 +282,12 @@ class Checkpointer:
 
     def _write_tensors(self, what: str, temporary: Path, job: _Save) -> dict[str, FileRecord]:
         writer = Writer(temporary)
-        planner = None if job.copies is None else SnapshotPlanner(job.copies)
         self.ranks.dcp(
             what,
             lambda: dcp.save(
                 dict(job.contents.tensors),
                 storage_writer=writer,
-                planner=planner,
+                planner=Planner(job.copies),
                 process_group=self.ranks.group,
                 no_dist=self.ranks.group is None,
             ),

@@ -7,16 +7,28 @@ pickled index that cannot run code. A checkpoint holds nothing but tensors.
 from __future__ import annotations
 
 import io
+import math
 import pickle
+import struct
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any, cast
+from zipfile import ZIP_STORED, ZipFile
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import (
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    WriteItem,
+)
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
@@ -25,10 +37,11 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
+from torch.futures import Future
 
 from shardmuon.checkpoint.publish import CheckpointError, FileRecord
 
-__all__ = ["Index", "Reader", "SnapshotPlanner", "Writer"]
+__all__ = ["Index", "Planner", "Reader", "Writer"]
 
 INDEX = ".metadata"
 """DCP's pickled file: shapes, dtypes, and where in which file each piece lies."""
@@ -72,16 +85,25 @@ class Writer(FileSystemWriter):
         return StorageMeta()
 
 
-class SnapshotPlanner(DefaultSavePlanner):
-    """Plans by the live tensors' shapes and placements, and writes this rank's copies of them."""
+class Planner(DefaultSavePlanner):
+    """Plans by the live tensors' shapes and placements; every block is written row-major.
 
-    def __init__(self, copies: Mapping[str, Tensor]) -> None:
+    copies: what to write instead of what this rank holds of the tensors, by key.
+    """
+
+    def __init__(self, copies: Mapping[str, Tensor] | None = None) -> None:
         super().__init__()
         self._copies = copies
 
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """The copy of what this rank holds of a tensor; always one block."""
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """This rank's block of a tensor; always one."""
+        if self._copies is None:
+            return super().lookup_object(index)
         return self._copies[index.fqn]
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """The block as it is written, in an order that `Reader` relies on."""
+        return object.contiguous()
 
 
 class Reader(FileSystemReader):
@@ -91,6 +113,8 @@ class Reader(FileSystemReader):
         super().__init__(folder)
         self._folder = folder
         self._files = files
+        self._chunks: dict[tuple[str, torch.Size], tuple[torch.Size, torch.dtype]] = {}
+        self._staging = torch.empty(0, dtype=torch.uint8)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index, read without running code. Raises CheckpointError."""
@@ -114,6 +138,70 @@ class Reader(FileSystemReader):
         """Shape and dtype of every tensor."""
         return cast(Index, self.read_metadata().state_dict_metadata)
 
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Note shape and dtype of every saved block."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        for name, kind in cast(Index, metadata.state_dict_metadata).items():
+            for chunk in kind.chunks:
+                self._chunks[name, chunk.offsets] = (chunk.sizes, kind.properties.dtype)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan asks for, straight into its place where that is possible.
+
+        DCP's own way makes a new tensor of every block, and takes several times as long.
+        """
+        items = sorted(plan.items, key=lambda item: self.storage_data[item.storage_index].offset)
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, wanted in by_file.items():
+            with (self._folder / name).open("rb", buffering=0) as file:
+                for item in wanted:
+                    target = planner.resolve_tensor(item).detach()
+                    self._read(file, item, target)
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, file: FileIO, item: ReadItem, target: Tensor) -> None:
+        """Read a box of a saved block into `target`, which has the box's shape."""
+        saved = item.storage_index
+        assert saved.offset is not None
+        sizes, dtype = self._chunks[saved.fqn, saved.offset]
+        shape = tuple(sizes) or (1,)
+        first, count = tuple(item.storage_offsets) or (0,), tuple(item.lengths) or (1,)
+        row_bytes = math.prod(shape[1:]) * dtype.itemsize
+        start = self._data_start(file, item, math.prod(shape) * dtype.itemsize)
+        file.seek(start + first[0] * row_bytes)
+        rows = shape[1:] == count[1:]
+        if rows and target.dtype == dtype and target.is_contiguous() and target.is_cpu:
+            _fill(file, target.reshape(-1).view(torch.uint8))
+            return
+        size = count[0] * row_bytes
+        if self._staging.numel() < size:
+            self._staging = torch.empty(size, dtype=torch.uint8)
+        _fill(file, self._staging[:size])
+        block = self._staging[:size].view(dtype).view(count[0], *shape[1:])
+        for dim in range(1, len(shape)):
+            block = block.narrow(dim, first[dim], count[dim])
+        target.copy_(block.reshape(target.shape))
+
+    def _data_start(self, file: FileIO, item: ReadItem, size: int) -> int:
+        """Where in the file the numbers of a block begin: torch.save writes a zip, uncompressed."""
+        place = self.storage_data[item.storage_index]
+        with ZipFile(io.BufferedReader(_Part(file, place.offset, place.length))) as archive:
+            data = next(each for each in archive.infolist() if each.filename.endswith("/data/0"))
+        if data.compress_type != ZIP_STORED or data.file_size != size:
+            raise CheckpointError(
+                f"{self._folder}: {item.storage_index.fqn} has {data.file_size} bytes, not {size}"
+            )
+        file.seek(place.offset + data.header_offset)
+        name_length, extra_length = struct.unpack("<26xHH", file.read(30))
+        return int(place.offset + data.header_offset + 30 + name_length + extra_length)
+
     def _check(self, metadata: Metadata) -> None:
         for name, kind in metadata.state_dict_metadata.items():
             if not isinstance(kind, TensorStorageMetadata):
@@ -126,6 +214,40 @@ class Reader(FileSystemReader):
                 )
             if place.transform_descriptors:
                 raise CheckpointError(f"{self._folder}: transformed files are not supported")
+
+
+class _Part(io.RawIOBase):
+    """`length` bytes of a file from `start` on, as a file of their own."""
+
+    def __init__(self, file: FileIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._at)
+        view = memoryview(buffer)[: max(0, self._length - self._at)]
+        count = self._file.readinto(view)
+        self._at += count
+        return count
+
+
+def _fill(file: FileIO, target: Tensor) -> None:
+    """Fill the bytes [n] uint8 of `target` from where `file` stands."""
+    view = memoryview(target.numpy().data)
+    while len(view):
+        count = file.readinto(view)
+        if not count:
+            raise EOFError(f"{file.name} ends too early")
+        view = view[count:]
 
 
 class _IndexUnpickler(pickle.Unpickler):
