@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import pickle
 import struct
 import zlib
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any, cast
@@ -37,7 +39,7 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from torch.futures import Future
+from torch.futures import Future as TorchFuture
 
 from shardmuon.checkpoint.publish import CheckpointError, FileRecord
 
@@ -45,6 +47,8 @@ __all__ = ["Index", "Planner", "Reader", "Writer"]
 
 INDEX = ".metadata"
 """DCP's pickled file: shapes, dtypes, and where in which file each piece lies."""
+
+_SYNC_BYTES = 1 << 25
 
 Index = Mapping[str, TensorStorageMetadata]
 
@@ -147,7 +151,7 @@ class Reader(FileSystemReader):
             for chunk in kind.chunks:
                 self._chunks[name, chunk.offsets] = (chunk.sizes, kind.properties.dtype)
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
         """Read what the plan asks for, straight into its place where that is possible.
 
         DCP's own way makes a new tensor of every block, and takes several times as long.
@@ -162,7 +166,7 @@ class Reader(FileSystemReader):
                     target = planner.resolve_tensor(item).detach()
                     self._read(file, item, target)
                     planner.commit_tensor(item, target)
-        done: Future[None] = Future()
+        done: TorchFuture[None] = TorchFuture()
         done.set_result(None)
         return done
 
@@ -278,8 +282,7 @@ class _RecordingFileSystem(FileSystem):
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
-        with super().create_stream(path, mode) as raw:
-            stream = _RecordingStream(raw)
+        with super().create_stream(path, mode) as raw, closing(_RecordingStream(raw)) as stream:
             yield cast(io.IOBase, stream)
         self.files[Path(path).name] = FileRecord(stream.size, stream.checksum)
 
@@ -289,15 +292,27 @@ class _RecordingFileSystem(FileSystem):
 
 
 class _RecordingStream:
-    """A file that is only appended to."""
+    """A file that is only appended to, and goes to disk while it is written.
 
-    def __init__(self, raw: io.IOBase) -> None:
+    Without the second the disk would idle until the end, and then all would wait for it.
+    """
+
+    def __init__(self, raw: Any) -> None:
         self._raw = raw
+        self._thread = ThreadPoolExecutor(1, "sync")
+        self._sync: Future[None] | None = None
+        self._waiting = 0
         self.size = self.checksum = 0
 
     def write(self, data: bytes) -> int:
         written: int = self._raw.write(data)
         self.size += written
+        self._waiting += written
+        if self._waiting >= _SYNC_BYTES and (self._sync is None or self._sync.done()):
+            self._wait()
+            self._raw.flush()
+            self._sync = self._thread.submit(os.fdatasync, self.fileno())
+            self._waiting = 0
         self.checksum = zlib.crc32(data, self.checksum)
         return written
 
@@ -308,7 +323,17 @@ class _RecordingStream:
         self._raw.flush()
 
     def fileno(self) -> int:
-        return self._raw.fileno()
+        return int(self._raw.fileno())
 
     def close(self) -> None:
-        self._raw.close()
+        try:
+            self._wait()
+        finally:
+            self._thread.shutdown()
+            self._raw.close()
+
+    def _wait(self) -> None:
+        """Until what was begun is on disk. The system tells of a failed write only once."""
+        sync, self._sync = self._sync, None
+        if sync is not None:
+            sync.result()
