@@ -203,7 +203,7 @@ def save_slowly(folder: str) -> float:
     job.train(1)
     with closing(Checkpointer(folder)) as checkpoints:
         dist.barrier()
-        with impatient_training(3.0), slow_disk(0, 4.5):
+        with impatient_training(3.0), slow_disk(0, 4.0):
             started = time.monotonic()
             path = checkpoints.save(1, *job.parts)
             seconds = time.monotonic() - started
@@ -214,7 +214,7 @@ def save_slowly(folder: str) -> float:
 
 
 def test_slow_storage_does_not_reach_the_training_group(pools: Worlds, shared_folder: str) -> None:
-    assert min(pools.run(2, save_slowly, shared_folder)) > 4.4
+    assert min(pools.run(2, save_slowly, shared_folder)) > 3.9
 
 
 def wait_in_vain(folder: str, asynchronous: bool) -> tuple[str, float]:
@@ -224,7 +224,7 @@ def wait_in_vain(folder: str, asynchronous: bool) -> tuple[str, float]:
     with closing(Checkpointer(folder)) as patient:
         kept, bits = patient.save(1, *job.parts), job.bits()
     checkpoints = Checkpointer(folder, asynchronous=asynchronous, timeout_s=2.0)
-    with slow_disk(1, 4.0):
+    with slow_disk(1, 3.0):
         started = time.monotonic()
 
         def save() -> None:
