@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shardmuon import Muon, param_groups
@@ -25,8 +23,9 @@ from shardmuon.checkpoint import (
 from shardmuon.tools.command import main
 from shardmuon.training.config import Model
 from shardmuon.training.model import CausalLM, build, transformers_config
+from tests import ranks
 from tests.conftest import Worlds
-from tests.problems import local, whole
+from tests.problems import local, whole, world_mesh
 
 CONFIG = Model(
     vocab_size=300, dim=48, layers=2, heads=4, kv_heads=2, hidden=80, rope_theta=5e3, norm_eps=1e-4
@@ -150,8 +149,8 @@ def test_what_a_killed_export_left_is_replaced(tmp_path: Path) -> None:
 
 
 def _sharded() -> tuple[nn.Module, Muon]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = build(CONFIG, 0)
+    mesh = world_mesh()
+    model = build(CONFIG, 0).to(ranks.device())
     for block in model.model.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -169,7 +168,7 @@ def _export_live(folder: str, live: bool) -> list[Tensor]:
         assert (p.dtype, p.data_ptr()) == (dtype, pointer)
         assert torch.equal(p, value)
     step_once(model, optimizer, 5)
-    return [p for _, p in local_parts(model)]
+    return [p.cpu() for _, p in local_parts(model)]
 
 
 def local_parts(model: nn.Module) -> list[tuple[str, Tensor]]:
