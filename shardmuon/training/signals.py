@@ -7,8 +7,10 @@ wants to go on. The ranks agree on the last step by a number that travels with t
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +24,7 @@ __all__ = ["StopRequest", "clear_marker", "write_marker"]
 
 MARKER = "preempted"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_ECHO_S = 1.0
 
 
 class StopRequest:
@@ -34,22 +37,32 @@ class StopRequest:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take the signals while the block runs; a second one ends the process at once."""
+        """Take the signals while the block runs; a second one ends the process at once.
+
+        What follows the first within a second is its echo: a scheduler tells every process of the
+        job, and torchrun then tells its workers once more.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield  # only a main thread may take signals
             return
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        watcher = threading.Thread(target=_end_at_the_second, args=(reader,), daemon=True)
+        watcher.start()
+        pipe_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         before = {number: signal.signal(number, self._ask) for number in _SIGNALS}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            signal.set_wakeup_fd(pipe_before)
+            os.close(writer)
+            watcher.join()
+            os.close(reader)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.wish = 1.0
-        for each in _SIGNALS:
-            # Python's handlers wait for collectives to return, the system's own do not.
-            signal.signal(each, signal.SIG_DFL)
 
     def agreed(self, wishes: Tensor) -> bool:
         """True on all ranks at the same step once a rank was asked; called after every step.
@@ -71,6 +84,19 @@ class StopRequest:
             return False
         self._arrived.synchronize()
         return bool(self._sum > 0)
+
+
+def _end_at_the_second(reader: int) -> None:
+    """Watch the signals of this process, also while its main thread waits in a collective."""
+    first: float | None = None
+    while number := os.read(reader, 1):
+        if number[0] not in _SIGNALS:
+            continue
+        now = time.monotonic()
+        if first is None:
+            first = now
+        elif now - first > _ECHO_S:
+            os._exit(128 + number[0])
 
 
 def write_marker(folder: Path, **facts: Any) -> None:

@@ -221,7 +221,7 @@ def test_manifest_holds_group_settings(tmp_path: Path) -> None:
     assert main.main([*arguments, f"logging.directory={tmp_path / 'run'}"]) == 0
     path = tmp_path / "run" / "checkpoints" / "step_00000006" / "manifest.json"
     manifest = json.loads(path.read_text())
-    algorithms = [group["algorithm"] for group in manifest["groups"]]
+    algorithms = [group["settings"]["algorithm"] for group in manifest["groups"]]
     assert algorithms == ["muon", "adamw", "adamw"]
     assert manifest["groups"][0]["weight_decay"] == 0.1
     assert "model.layers.0.mlp.up_proj.weight" in manifest["groups"][0]["params"]
