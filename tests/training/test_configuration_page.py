@@ -8,6 +8,7 @@ from typing import get_type_hints
 
 from shardmuon.training import reference
 from shardmuon.training.config import Config
+from shardmuon.training.load import key_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -27,7 +28,7 @@ def test_every_key_has_a_meaning() -> None:
         docs = reference.meanings(section)
         for entry in dataclasses.fields(section):
             nested = dataclasses.is_dataclass(get_type_hints(section)[entry.name])
-            assert nested or docs.get(entry.name), f"{section.__name__}.{entry.name}"
+            assert nested or docs.get(key_of(entry.name)), f"{section.__name__}.{entry.name}"
 
 
 def test_types_ranges_and_defaults_are_shown() -> None:

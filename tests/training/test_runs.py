@@ -223,5 +223,5 @@ def test_manifest_holds_group_settings(tmp_path: Path) -> None:
     manifest = json.loads(path.read_text())
     algorithms = [group["settings"]["algorithm"] for group in manifest["groups"]]
     assert algorithms == ["muon", "adamw", "adamw"]
-    assert manifest["groups"][0]["weight_decay"] == 0.1
+    assert manifest["groups"][0]["settings"]["weight_decay"] == 0.1
     assert "model.layers.0.mlp.up_proj.weight" in manifest["groups"][0]["params"]
