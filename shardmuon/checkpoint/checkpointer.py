@@ -24,15 +24,15 @@ from torch import Tensor, nn
 from shardmuon.checkpoint import publish
 from shardmuon.checkpoint.contents import (
     Contents,
-    change_groups,
     collect,
     forget_state,
-    group_changes,
+    named_tensors,
     random_state,
     restore_random,
     targets,
 )
 from shardmuon.checkpoint.publish import CheckpointError, FileRecord, published, unfinished
+from shardmuon.checkpoint.settings import change_groups, group_changes
 from shardmuon.checkpoint.storage import Planner, Reader, Writer
 from shardmuon.checkpoint.together import Ranks
 from shardmuon.exchange.blocks import local
@@ -189,7 +189,9 @@ class Checkpointer:
         def prepare() -> tuple[list[dict[str, Any]], dict[str, Tensor], list[Tensor]]:
             changes = []
             if optimizer is not None:
-                changes = group_changes(model, optimizer, manifest["groups"], settings)
+                changes = group_changes(
+                    optimizer, named_tensors(model)[0], manifest["groups"], settings
+                )
             return changes, *targets(model, optimizer, reader.index())
 
         try:
