@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardmuon.muon import Muon as Muon
     from shardmuon.muon import StepStats as StepStats
+    from shardmuon.orthogonalize.checks import orthogonality_error as orthogonality_error
+    from shardmuon.orthogonalize.checks import singular_value_range as singular_value_range
     from shardmuon.planning.plan import Plan as Plan
     from shardmuon.routing import ParamGroups as ParamGroups
     from shardmuon.routing import param_groups as param_groups
@@ -24,10 +26,22 @@ _HOMES = {
     "Plan": "shardmuon.planning.plan",
     "Runtime": "shardmuon.runtime",
     "StepStats": "shardmuon.muon",
+    "orthogonality_error": "shardmuon.orthogonalize.checks",
     "param_groups": "shardmuon.routing",
+    "singular_value_range": "shardmuon.orthogonalize.checks",
 }
 
-__all__ = ["Muon", "ParamGroups", "Plan", "Runtime", "StepStats", "__version__", "param_groups"]
+__all__ = [
+    "Muon",
+    "ParamGroups",
+    "Plan",
+    "Runtime",
+    "StepStats",
+    "__version__",
+    "orthogonality_error",
+    "param_groups",
+    "singular_value_range",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -172,6 +172,8 @@ class Engine:
                 homes[matrix.id] = Home(index, box)
                 matrices.append(matrix)
         runtime = self.runtime
+        if runtime.deterministic:
+            _refuse_other_methods(entries)
         plan = make_plan(
             matrices,
             exchange=runtime.exchange,
@@ -251,6 +253,15 @@ class Engine:
             tally.bytes_received,
             collectives=sum(collectives.calls.values()) - before,
         )
+
+
+def _refuse_other_methods(entries: Sequence[Entry]) -> None:
+    for entry in entries:
+        if entry.group.get("ns_method", "standard") != "standard":
+            raise ValueError(
+                f"{entry.fqn}: ns_method={entry.group['ns_method']!r} does not go with"
+                " Runtime(deterministic=True), which promises the bits of 'standard'"
+            )
 
 
 @dataclass(frozen=True)

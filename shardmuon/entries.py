@@ -153,5 +153,5 @@ def _ns_dtype(entry: Entry) -> torch.dtype:
 
 def _settings(group: Group) -> str:
     """Canonical text of what shapes the plan and the wire; lr and the like may change freely."""
-    keys = ("algorithm", "ns_coefficients", "ns_steps", "eps", "ns_dtype")
+    keys = ("algorithm", "ns_coefficients", "ns_steps", "ns_method", "eps", "ns_dtype")
     return json.dumps([str(group.get(key)) for key in keys])

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardmuon.orthogonalize.coefficients import KELLER
+from shardmuon.orthogonalize.coefficients import KELLER, PRESETS, schedule_of
+from shardmuon.orthogonalize.newton_schulz import METHODS
 from shardmuon.planning.cut import Cut, cut_parameter
 
 __all__ = [
@@ -42,6 +43,7 @@ MUON_DEFAULTS: dict[str, Any] = {
     "ns_coefficients": KELLER,
     "eps": 1e-7,
     "ns_steps": 5,
+    "ns_method": "standard",
     "adjust_lr_fn": None,
     "ns_dtype": None,
     "momentum_dtype": None,
@@ -108,6 +110,11 @@ def check_group(group: Mapping[str, Any], names: list[str]) -> None:
         value = group[key]
         if not is_valid(value):
             raise ValueError(f"{key} must be {allowed}, got {value!r}")
+    if group["algorithm"] == MUON:
+        try:
+            schedule_of(group["ns_coefficients"], group["ns_steps"])
+        except ValueError as error:
+            raise ValueError(f"ns_coefficients and ns_steps do not fit: {error}") from None
     for name, parameter in zip(names, group["params"], strict=True):
         _check_parameter(name, parameter, group)
 
@@ -153,8 +160,16 @@ def _fraction(value: Any) -> bool:
     return _number(value) and 0 <= value < 1
 
 
-def _coefficients(value: Any) -> bool:
+def _triple(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 3 and all(map(_number, value))
+
+
+def _coefficients(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in PRESETS
+    return _triple(value) or (
+        isinstance(value, (tuple, list)) and len(value) > 0 and all(map(_triple, value))
+    )
 
 
 def _steps(value: Any) -> bool:
@@ -186,9 +201,13 @@ _MUON_CHECKS: dict[str, Check] = {
     "weight_decay": ("a number >= 0", _at_least_zero),
     "momentum": ("a number in [0, 1)", _fraction),
     "nesterov": ("a bool", lambda value: isinstance(value, bool)),
-    "ns_coefficients": ("three numbers (a, b, c)", _coefficients),
-    "eps": ("a number >= 0", _at_least_zero),
+    "ns_coefficients": (
+        f"three numbers (a, b, c), a list of such, or one of {sorted(PRESETS)}",
+        _coefficients,
+    ),
+    "eps": ("None or a number >= 0", lambda value: value is None or _at_least_zero(value)),
     "ns_steps": ("an integer from 1 to 99", _steps),
+    "ns_method": (f"one of {METHODS}", lambda value: value in METHODS),
     "adjust_lr_fn": (
         "None, 'original' or 'match_rms_adamw'",
         lambda value: value in (None, "original", "match_rms_adamw"),

@@ -28,7 +28,7 @@ from shardmuon.groups import (
     check_group,
     complete_group,
 )
-from shardmuon.orthogonalize.coefficients import KELLER
+from shardmuon.orthogonalize.coefficients import KELLER, Coefficients
 from shardmuon.planning.plan import Plan
 from shardmuon.rules import RULES
 from shardmuon.rules.adamw import init_adamw_state
@@ -57,13 +57,18 @@ class Muon(Optimizer):
         weight_decay: decoupled decay, ``P <- P (1 - lr weight_decay)``.
         momentum: weight of the past in the running average of gradients, in [0, 1).
         nesterov: orthogonalize ``lerp(G, M, momentum)`` instead of ``M``.
-        ns_coefficients: ``(a, b, c)`` of the quintic.
-        eps: smallest Frobenius norm by which a matrix is divided.
+        ns_coefficients: ``(a, b, c)`` of the quintic for all steps, a list of one triple per step,
+            or the name of a preset: ``"keller"``, ``"polar_express"``, ``"you"``, ``"cubic"``.
+        eps: smallest Frobenius norm by which a matrix is divided. ``None``: any matrix but zero is
+            divided by its norm, so that an update does not depend on the gradient's scale.
         ns_steps: Newton-Schulz iterations, 1 to 99.
         adjust_lr_fn: ``None`` or ``"original"`` (factor ``sqrt(max(1, rows / cols))``), or
             ``"match_rms_adamw"`` (``0.2 sqrt(max(rows, cols))``); of the global shape.
         ns_dtype: dtype of Newton-Schulz and of what is exchanged: ``torch.bfloat16`` or
             ``torch.float32``. ``None``: bf16 on CUDA, fp32 on CPU.
+        ns_method: how Newton-Schulz multiplies: ``"standard"`` as torch does; ``"symmetric"``
+            computes symmetric products by half; ``"gram"`` iterates on the Gram matrix, in float16
+            on GPUs. The last two need fewer operations and agree within rounding.
         momentum_dtype: dtype of the momentum buffer; ``None``: the parameter's.
         mesh: DeviceMesh or process group (DDP's) over which *plain* tensors are replicated, so
             that its ranks share the work. DTensors bring their own. A group may have its own.
@@ -84,12 +89,13 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = KELLER,
-        eps: float = 1e-7,
+        ns_coefficients: Coefficients = KELLER,
+        eps: float | None = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
         ns_dtype: torch.dtype | None = None,
+        ns_method: str = "standard",
         momentum_dtype: torch.dtype | None = None,
         mesh: DeviceMesh | ProcessGroup | None = None,
         runtime: Runtime = Runtime(),  # noqa: B008  (frozen)
@@ -104,6 +110,7 @@ class Muon(Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "ns_dtype": ns_dtype,
+            "ns_method": ns_method,
             "momentum_dtype": momentum_dtype,
         }
         if not isinstance(runtime, Runtime):

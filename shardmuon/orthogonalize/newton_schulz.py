@@ -1,45 +1,151 @@
-"""The standard Newton-Schulz iteration, in torch's own arithmetic.
+"""Newton-Schulz: the approximate orthogonal factor of whole matrices.
 
-Owns one function, bit-equal to `torch.optim.Muon` on one matrix, and its batched form for GPUs.
+Owns what comes before and after the iteration (orientation, norm, dtypes) and the choice between
+the methods, which compute the same polynomial by different products:
+
+- standard: torch's own arithmetic, bit-equal to `torch.optim.Muon` on one matrix.
+- symmetric: the same products, those whose result is symmetric computed by half where a kernel can.
+- gram: iterates on the Gram matrix X X^T alone, and starts anew where rounding would build up.
 """
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
-from shardmuon.orthogonalize.coefficients import Triple
+from shardmuon.orthogonalize.coefficients import Schedule
+from shardmuon.orthogonalize.products import symmetric_product
 
-__all__ = ["newton_schulz"]
+__all__ = ["METHODS", "newton_schulz"]
+
+METHODS = ("standard", "symmetric", "gram")
 
 
 def newton_schulz(
-    matrix: Tensor, coefficients: Triple, steps: int, eps: float, dtype: torch.dtype
+    matrix: Tensor,
+    schedule: Schedule,
+    eps: float | None,
+    dtype: torch.dtype,
+    method: str = "standard",
 ) -> Tensor:
     """Approximate orthogonal factor of each matrix.
 
     matrix: [rows, cols] or a batch [n, rows, cols], any floating dtype; not changed.
+    eps: smallest norm by which a matrix is divided, as in torch. None: any matrix but zero is
+    divided by its norm, found without overflow or underflow, so that scale does not matter.
+    dtype: of the iteration and of the result. On a GPU all methods but "standard" iterate in
+    float16, which costs as much as bfloat16 and rounds eight times finer.
     Returns a tensor of the same shape in `dtype`, column-major where rows > cols.
 
-    x is transposed if tall, divided by its Frobenius norm (at least `eps`), then `steps` times
-    A = x x^T, x <- a x + (b A + c A A) x. The cast comes before the norm (torch's order). A zero
-    matrix gives zero. A 2-D matrix runs the calls that torch.optim.Muon makes, so equal input in
-    equal memory format gives equal bits; the batched calls may differ in the last bits.
+    x is transposed if tall, divided by its Frobenius norm (at least `eps`) times the schedule's
+    margin, then for each triple A = x x^T, x <- a x + (b A + c A A) x. With an eps the cast comes
+    before the norm (torch's order), but for float16, which could not hold the sum. A zero matrix
+    gives zero. A 2-D matrix under "standard" runs the calls that torch.optim.Muon makes, so equal
+    input in equal memory format gives equal bits; batches and other methods may differ in the last
+    bits.
     """
-    a, b, c = coefficients
     tall = matrix.size(-2) > matrix.size(-1)
-    x = matrix.to(dtype, copy=True)
+    inner = torch.float16 if method != "standard" and matrix.is_cuda else dtype
+    x = _unit(matrix, schedule.margin, eps, dtype, inner)
     x = x.mT if tall else x
-    if matrix.ndim == 2:
-        x.div_(x.norm().clamp(min=eps))
-        for _ in range(steps):
+    if method == "standard":
+        x = _standard(x, schedule)
+    elif method == "symmetric":
+        x = _symmetric(x, schedule)
+    else:
+        x = _gram(x, schedule)
+    return (x.mT if tall else x).to(dtype)
+
+
+def _unit(
+    matrix: Tensor, margin: float, eps: float | None, dtype: torch.dtype, inner: torch.dtype
+) -> Tensor:
+    """A copy divided by its norm, in `inner`."""
+    dims = None if matrix.ndim == 2 else (-2, -1)
+    if eps is not None and inner == dtype != torch.float16:
+        x = matrix.to(dtype, copy=True)
+        norm = x.norm() if dims is None else x.norm(dim=dims, keepdim=True)
+        scaled: Tensor = norm * margin if margin != 1.0 else norm
+        x.div_(scaled.clamp(min=eps))
+        return x
+    if not matrix.numel():
+        return matrix.to(inner)
+    # One pass reads, one pass writes: large matrices are not copied in float32.
+    norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True, dtype=_wide(matrix.dtype))
+    if eps is None:
+        # Divided by the largest magnitude first, squares can neither overflow nor vanish.
+        largest = torch.linalg.vector_norm(matrix, float("inf"), dim=(-2, -1), keepdim=True)
+        largest = torch.where(largest > 0, largest, 1.0).to(norm.dtype)
+        matrix = matrix / largest
+        norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True, dtype=norm.dtype)
+        divisor = torch.where(norm > 0, norm * margin, 1.0)
+    else:
+        divisor = (norm * margin).clamp(min=eps)
+    out = torch.empty(matrix.shape, dtype=inner, device=matrix.device)
+    return torch.mul(matrix, divisor.reciprocal(), out=out)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def _standard(x: Tensor, schedule: Schedule) -> Tensor:
+    for a, b, c in schedule.triples:
+        if x.ndim == 2:
             gram = x @ x.T
             polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
             x = torch.addmm(x, polynomial, x, beta=a)
-    else:
-        x.div_(x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps))
-        for _ in range(steps):
+        else:
             gram = x @ x.mT
             polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
             x = torch.baddbmm(x, polynomial, x, beta=a)
-    return x.mT if tall else x
+    return x
+
+
+def _symmetric(x: Tensor, schedule: Schedule) -> Tensor:
+    batch = (x if x.ndim == 3 else x[None]).contiguous()
+    for a, b, c in schedule.triples:
+        gram = symmetric_product(batch, batch)
+        polynomial = symmetric_product(gram, gram, alpha=c, add=gram, beta=b, diagonal=a)
+        batch = torch.bmm(polynomial, batch)
+    return batch.view(x.shape)
+
+
+def _gram(x: Tensor, schedule: Schedule) -> Tensor:
+    """With R = x x^T each step is x <- P x, P = a + b R + c R R, and then R <- P R P.
+
+    P and R are polynomials of the same matrix, so they commute and all products are symmetric. The
+    factors of a segment are collected in Q and reach x at its end, where R is computed anew: the
+    error of R grows with every step, and what is small in x was lost in Q.
+    """
+    batch = (x if x.ndim == 3 else x[None]).contiguous()
+    for segment in _segments(schedule):
+        r = symmetric_product(batch, batch)
+        q: Tensor | None = None
+        for number, (a, b, c) in enumerate(segment):
+            p = symmetric_product(r, r, alpha=c, add=r, beta=b, diagonal=a)
+            q = p if q is None else symmetric_product(p, q)
+            if number + 1 < len(segment):
+                r = symmetric_product(symmetric_product(p, r), p)
+        batch = torch.bmm(q, batch) if q is not None else batch
+    return batch.view(x.shape)
+
+
+def _segments(schedule: Schedule) -> list[tuple[tuple[float, float, float], ...]]:
+    """Steps between two starts. Steep steps come first, and cost most digits: 2, then 3 at a time.
+
+    A first polynomial that lifts small values by more than 5 has a segment of its own.
+    """
+    triples = schedule.triples
+    cuts = [0]
+    while cuts[-1] < len(triples):
+        first = cuts[-1]
+        length = 3 if first else 2
+        if triples[first][0] > 5:
+            length = 1
+        elif first == 1:
+            length = 2
+        cuts.append(min(len(triples), first + length))
+    return [triples[one:other] for one, other in itertools.pairwise(cuts)]

@@ -16,6 +16,7 @@ import math
 import torch
 from torch import Tensor
 
+from shardmuon.orthogonalize.coefficients import schedule_of
 from shardmuon.orthogonalize.newton_schulz import newton_schulz
 from shardmuon.rules.base import Commit, Group, Shard, wide
 
@@ -52,9 +53,8 @@ class MuonRule:
         return torch.lerp(gradient, wide(average), momentum)
 
     def orthogonalize(self, whole: Tensor, group: Group) -> tuple[Tensor, Tensor | None]:
-        update = newton_schulz(
-            whole, group["ns_coefficients"], group["ns_steps"], group["eps"], whole.dtype
-        )
+        schedule = schedule_of(group["ns_coefficients"], group["ns_steps"])
+        update = newton_schulz(whole, schedule, group["eps"], whole.dtype, group["ns_method"])
         return update, None
 
     def apply(self, shard: Shard, update: Tensor, row_stats: Tensor | None, commit: Commit) -> None:

@@ -23,6 +23,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 def main(arguments: Sequence[str]) -> int:
     """Run what the arguments say; returns the exit code."""
     options = _parser().parse_args(arguments)
+    if options.command == "bench":
+        from shardmuon.tools import bench_ns
+
+        bench_ns.run()
+        return 0
     try:
         _export(options)
     except (CheckpointError, OSError) as error:
@@ -44,6 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--file-gb", type=_positive, default=5.0, help="largest size of a file in 10^9 bytes"
     )
+    bench = commands.add_parser("bench", help="measure on this machine")
+    bench.add_argument("what", choices=("ns",), help="ns: errors and times of Newton-Schulz")
     return parser
 
 

@@ -182,9 +182,11 @@ class MuonGroups(Section):
     weight_decay: decoupled decay, multiplied by the learning rate.
     momentum: share of the old momentum that is kept.
     nesterov: look one step ahead along the momentum.
-    ns_coefficients: a, b, c of the Newton-Schulz polynomial.
-    eps: least norm that a matrix is divided by.
+    ns_coefficients: a, b, c of the Newton-Schulz polynomial, or the name of a preset.
+    eps: least norm that a matrix is divided by; null divides by any norm but zero.
     ns_steps: Newton-Schulz iterations.
+    ns_method: "standard" multiplies as torch does; "symmetric" and "gram" need fewer operations
+        and agree within rounding.
     adjust_lr_fn: scale by shape; null and "original" mean sqrt(max(1, rows / columns)),
         "match_rms_adamw" means 0.2 sqrt(max(rows, columns)).
     ns_dtype: type in which Newton-Schulz runs; null is bfloat16 on CUDA and float32 on CPU.
@@ -195,9 +197,12 @@ class MuonGroups(Section):
     weight_decay: NotNegative = 0.1
     momentum: Decay = 0.95
     nesterov: bool = True
-    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
-    eps: Positive = 1e-7
+    ns_coefficients: (
+        Literal["keller", "polar_express", "you", "cubic"] | tuple[float, float, float]
+    ) = "keller"
+    eps: Positive | None = 1e-7
     ns_steps: Annotated[int, Range(low=1, high=99)] = 5
+    ns_method: Literal["standard", "symmetric", "gram"] = "standard"
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
     ns_dtype: Literal["float32", "bfloat16"] | None = None
     momentum_dtype: Literal["float32", "bfloat16"] | None = None

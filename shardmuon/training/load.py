@@ -214,8 +214,9 @@ def _value(hint: Any, raw: Any, where: str, source: str) -> Any:
     if get_origin(hint) in (Union, types.UnionType):
         if raw is None and type(None) in get_args(hint):
             return None
-        inner = next(part for part in get_args(hint) if part is not type(None))
-        return _value(inner, raw, where, source)
+        parts = [part for part in get_args(hint) if part is not type(None)]
+        lists = [part for part in parts if get_origin(part) is tuple and isinstance(raw, list)]
+        return _value((lists or parts)[0], raw, where, source)
     if get_origin(hint) is tuple:
         return _items(hint, raw, where, source)
     if get_origin(hint) is Literal:
