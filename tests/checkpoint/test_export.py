@@ -21,11 +21,14 @@ from shardmuon.checkpoint import (
     load_weights,
 )
 from shardmuon.tools.command import main
+from shardmuon.training import main as train
 from shardmuon.training.config import Model
+from shardmuon.training.load import load
 from shardmuon.training.model import CausalLM, build, transformers_config
 from tests import ranks
 from tests.conftest import Worlds
 from tests.problems import local, whole, world_mesh
+from tests.training import launch
 
 CONFIG = Model(
     vocab_size=300, dim=48, layers=2, heads=4, kv_heads=2, hidden=80, rope_theta=5e3, norm_eps=1e-4
@@ -245,3 +248,25 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["export", str(path), str(tmp_path / "out3"), "--dtype", "int8"])
     assert stop.value.code == 2
+
+
+def test_a_run_starts_from_exported_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").mkdir()
+    tiny = [str(launch.ROOT / "configs" / "tiny.yaml"), *launch.SMALL]
+    still = ["optimizer.muon.lr=0", "optimizer.adamw.lr=0", "schedule.stop_at=1"]
+    run = [*tiny, *launch.text_files(tmp_path / "text"), f"logging.directory={tmp_path / 'run'}"]
+    config = load(run[0], run[1:])
+    model = build(config.model, 3)  # the run itself would begin with other weights
+    export_model(model, tmp_path / "out")
+    assert train.main([*run, *still, f"checkpoint.weights={tmp_path / 'out'}"]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "again")]) == 0
+    begun, ended = read(tmp_path / "out"), read(tmp_path / "again")
+    assert all(torch.equal(begun[name], ended[name]) for name in begun)
+    assert (tmp_path / "again" / "config.json").exists()
+    capsys.readouterr()
+    assert train.main([*run, f"checkpoint.weights={tmp_path}", "checkpoint.resume=none"]) == 2
+    other = [f"logging.directory={tmp_path / 'other'}", f"checkpoint.weights={tmp_path}"]
+    assert train.main([*run, *other]) == 2
+    assert "expected a folder with .safetensors files" in capsys.readouterr().err

@@ -97,6 +97,23 @@ def test_every_mesh_gives_the_numbers_of_one_rank(
         assert found[key] == pytest.approx(values, rel=1e-5), key
 
 
+def test_a_run_goes_on_with_another_mesh_after_every_step(
+    pools: Worlds, right: Numbers, text: list[str], tmp_path: Path
+) -> None:
+    """From two axes to four ranks, two and one, and back: the numbers of an unbroken run."""
+    journey = [
+        (4, Mesh(replicate=2, tensor=2)),
+        (2, Mesh(tensor=2)),
+        (1, Mesh()),
+        (4, Mesh(replicate=2)),
+    ]
+    for step, (world, mesh) in enumerate(journey, 1):
+        found = numbers(pools, world, mesh, [*text, f"schedule.stop_at={step}"], tmp_path)
+        assert len(found["loss"]) == step
+    for key in ("loss", "grad_norm", "update_rms"):
+        assert found[key] == pytest.approx(right[key], rel=1e-5), key
+
+
 def placed(mesh: Mesh) -> dict[str, tuple[tuple[int, ...], float, int]]:
     """Of each parameter: this rank's shape, its elements over their copies, and all elements."""
     here = place.settle(mesh, ranks.device())
