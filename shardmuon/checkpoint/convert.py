@@ -29,6 +29,7 @@ from shardmuon.entries import parameter_names
 from shardmuon.exchange.blocks import local
 from shardmuon.groups import ADAMW, MUON, STRUCTURAL_KEYS, clean_fqn
 from shardmuon.muon import Muon
+from shardmuon.orthogonalize.coefficients import schedule_of
 
 __all__ = ["from_torch", "to_torch"]
 
@@ -50,13 +51,13 @@ def to_torch(model: nn.Module, optimizer: Muon) -> tuple[StateDict | None, State
     return for the same parameters in groups of the same order, with `param_names` from the model.
     Tensors are the optimizer's own, as in torch's state dicts: dtype, bits and placement are as
     they are here, and later steps change them. Keys that torch does not have (ns_dtype,
-    momentum_dtype, algorithm, mesh) are left out: torch orthogonalizes in bf16, and its
+    ns_method, momentum_dtype, algorithm, mesh) are left out: torch orthogonalizes in bf16, and its
     `load_state_dict` casts momentum to the parameter's dtype.
 
     model: holds all parameters of `optimizer`; one under FSDP2 is resharded.
 
     Raises ValueError, with the parameter and the key, for what `torch.optim.Muon` cannot express:
-    split_sizes, num_heads, transposed, flatten and stacks of matrices.
+    split_sizes, num_heads, transposed, flatten, stacks of matrices, a triple per step, eps=None.
     """
     optimizer.state_dict()  # makes state that is still missing; has no other effect
     groups = _name_groups(_parameters(model), optimizer)
@@ -159,6 +160,8 @@ def _pack(algorithm: str, groups: Sequence[_Members], optimizer: Muon) -> StateD
         if algorithm == MUON:
             _check_expressible(group, fqns)
         settings = {key: value for key, value in group.items() if key not in OURS}
+        if algorithm == MUON:
+            settings["ns_coefficients"] = _single_triple(group, fqns)
         # Names as a key, not in pairs: torch takes no empty group beside pairs.
         dicts.append({**settings, "params": list(group["params"]), "param_names": list(fqns)})
     if not dicts:
@@ -171,7 +174,23 @@ def _pack(algorithm: str, groups: Sequence[_Members], optimizer: Muon) -> StateD
     return twin.state_dict()
 
 
+def _single_triple(group: Mapping[str, Any], fqns: Sequence[str]) -> Any:
+    """The coefficients as torch takes them, one triple for all steps."""
+    given = group["ns_coefficients"]
+    schedule = schedule_of(given, group["ns_steps"])
+    if len(set(schedule.triples)) > 1 or schedule.margin != 1.0:
+        raise ValueError(
+            f"{fqns[0] if fqns else 'a group'} has ns_coefficients={given!r};"
+            " torch.optim.Muon has one triple for all steps"
+        )
+    return schedule.triples[0] if isinstance(given, str) else given
+
+
 def _check_expressible(group: Mapping[str, Any], fqns: Sequence[str]) -> None:
+    if group["eps"] is None:
+        raise ValueError(
+            f"{fqns[0] if fqns else 'a group'} has eps=None, torch.optim.Muon needs a number"
+        )
     for fqn, parameter in zip(fqns, group["params"], strict=True):
         for key in STRUCTURAL_KEYS:
             if key != "algorithm" and group[key]:

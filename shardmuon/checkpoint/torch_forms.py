@@ -21,7 +21,7 @@ from shardmuon.groups import ADAMW, MUON, STRUCTURAL_KEYS, check_group, clean_fq
 
 __all__ = ["OURS", "Saved", "few", "match", "own_part", "read", "settings_for", "split"]
 
-OURS = (*STRUCTURAL_KEYS, "ns_dtype", "momentum_dtype", "mesh")
+OURS = (*STRUCTURAL_KEYS, "ns_dtype", "ns_method", "momentum_dtype", "mesh")
 """Group keys that torch does not have: neither written nor taken."""
 _NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Not taken either: who is in the group, and by which kernel torch computes."""

@@ -587,6 +587,9 @@ def test_names_must_be_unique_without_their_wrappers() -> None:
         ("transposed", True, (6, 4)),
         ("flatten", True, (6, 2, 2)),
         ("stack", None, (2, 6, 4)),
+        ("ns_coefficients", "polar_express", (6, 4)),
+        ("ns_coefficients", [(2.0, -1.5, 0.5), (1.5, -0.5, 0.0)] * 3, (6, 4)),
+        ("eps", None, (6, 4)),
     ],
 )
 def test_to_torch_refuses_what_torch_cannot_express(
@@ -597,6 +600,15 @@ def test_to_torch_refuses_what_torch_cannot_express(
     optimizer = shardmuon.Muon([{"params": list(model.named_parameters()), **structure}])
     with pytest.raises(ValueError, match=f"odd .*{key}.*torch.optim.Muon"):
         to_torch(model, optimizer)
+
+
+def test_to_torch_spells_out_a_preset_of_one_triple() -> None:
+    model = nn.ParameterDict({"w": nn.Parameter(torch.ones(3, 3))})
+    optimizer = shardmuon.Muon(list(model.named_parameters()), ns_coefficients="cubic")
+    muon, _ = to_torch(model, optimizer)
+    assert muon is not None
+    assert muon["param_groups"][0]["ns_coefficients"] == (1.5, -0.5, 0.0)
+    assert "ns_method" not in muon["param_groups"][0]
 
 
 # -- ranks ---------------------------------------------------------------------------------------
