@@ -34,9 +34,11 @@ CPU_SHAPES = ((1, 256, 256), (1, 256, 1024))
 STEPS = (3, 5, 7, 10)
 ROUNDS = 20
 
+Call = Callable[[Tensor], object]
 
-def run() -> None:
-    """Print both tables."""
+
+def run(graph: bool = False) -> None:
+    """Print both tables. graph: time replays of CUDA graphs, so without the host's launches."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     dtype = torch.bfloat16 if cuda else torch.float32
@@ -45,7 +47,7 @@ def run() -> None:
     print("||X X^T - I|| / sqrt(n) of a Gaussian 256 x 1024 matrix, by number of steps\n")
     _print_errors(device, dtype)
     print("\nmilliseconds of 5 steps with keller, and TFLOP/s as if by the standard method\n")
-    _print_times(device, dtype, GPU_SHAPES if cuda else CPU_SHAPES)
+    _print_times(device, dtype, GPU_SHAPES if cuda else CPU_SHAPES, graph and cuda)
 
 
 def _print_errors(device: torch.device, dtype: torch.dtype) -> None:
@@ -64,12 +66,17 @@ def _print_errors(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _print_times(
-    device: torch.device, dtype: torch.dtype, shapes: tuple[tuple[int, int, int], ...]
+    device: torch.device,
+    dtype: torch.dtype,
+    shapes: tuple[tuple[int, int, int], ...],
+    graph: bool,
 ) -> None:
     rows = []
     for n, r, k in shapes:
         inputs = [torch.randn(n, r, k, device=device).to(dtype) for _ in range(2)]
-        calls = [partial(_orthogonalize, method) for method in METHODS]
+        calls: list[Call] = [partial(_orthogonalize, method) for method in METHODS]
+        if graph:
+            calls = [_captured(call, inputs) for call in calls]
         times = _take_turns(calls, inputs)
         work = n * newton_schulz_flops(r, k, 5) / 1e9
         cells = [f"{ms:.3f} ({work / ms:.0f})" for ms in times]
@@ -81,9 +88,22 @@ def _orthogonalize(method: str, x: Tensor) -> Tensor:
     return newton_schulz(x, schedule_of("keller", 5), 1e-7, x.dtype, method)
 
 
-def _take_turns(
-    calls: Sequence[Callable[[Tensor], Tensor]], inputs: Sequence[Tensor]
-) -> list[float]:
+def _captured(call: Call, inputs: Sequence[Tensor]) -> Call:
+    """`call` as replays of graphs, one for each input."""
+    graphs: dict[int, torch.cuda.CUDAGraph] = {}
+    for x in inputs:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call(x)  # compiles and chooses kernels, which must not happen in a capture
+        torch.cuda.current_stream().wait_stream(side)
+        graphs[id(x)] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[id(x)]):
+            call(x)
+    return lambda x: graphs[id(x)].replay()
+
+
+def _take_turns(calls: Sequence[Call], inputs: Sequence[Tensor]) -> list[float]:
     """Median milliseconds of each call; inputs rotate, so that no cache holds them."""
     times: list[list[float]] = [[] for _ in calls]
     for number in range(ROUNDS + 3):
@@ -94,7 +114,7 @@ def _take_turns(
     return [statistics.median(mine) for mine in times]
 
 
-def _milliseconds(call: Callable[[Tensor], Tensor], x: Tensor) -> float:
+def _milliseconds(call: Call, x: Tensor) -> float:
     if not x.is_cuda:
         start = time.perf_counter()
         call(x)

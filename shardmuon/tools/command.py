@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.command == "bench":
         from shardmuon.tools import bench_ns
 
-        bench_ns.run()
+        bench_ns.run(options.graph)
         return 0
     try:
         _export(options)
@@ -51,6 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench = commands.add_parser("bench", help="measure on this machine")
     bench.add_argument("what", choices=("ns",), help="ns: errors and times of Newton-Schulz")
+    bench.add_argument(
+        "--graph", action="store_true", help="on GPUs, without the time that launches take"
+    )
     return parser
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from shardmuon.runtime import Runtime
-from shardmuon.training.config import Config, Data, Mesh, Model, MuonGroups, Range, Schedule
+from shardmuon.training.config import Config, Data, Mesh, Model, MuonGroups, Schedule
 from shardmuon.training.load import ConfigError, as_tree, differences, load
+from shardmuon.training.ranges import Range
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
