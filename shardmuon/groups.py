@@ -26,6 +26,7 @@ __all__ = [
     "clean_fqn",
     "complete_group",
     "cuts_of",
+    "plain",
 ]
 
 MUON, ADAMW = "muon", "adamw"
@@ -74,6 +75,13 @@ def clean_fqn(name: str) -> str:
     while len(parts) > 1 and parts[0] == "module":
         parts = parts[1:]
     return ".".join(parts)
+
+
+def plain(value: Any) -> Any:
+    """A setting as it is compared: tuples as lists, one-element tensors as numbers."""
+    if isinstance(value, (tuple, list)):
+        return [plain(item) for item in value]
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def complete_group(group: Mapping[str, Any], muon_defaults: Mapping[str, Any]) -> dict[str, Any]:

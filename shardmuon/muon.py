@@ -27,6 +27,7 @@ from shardmuon.groups import (
     STRUCTURAL_KEYS,
     check_group,
     complete_group,
+    plain,
 )
 from shardmuon.orthogonalize.coefficients import KELLER, Coefficients
 from shardmuon.planning.plan import Plan
@@ -317,7 +318,7 @@ def _check_structure(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str,
         theirs = {"algorithm": ADAMW if "betas" in other else MUON, **other}
         for key in STRUCTURAL_KEYS:
             here, there = group.get(key), theirs.get(key, group.get(key))
-            if _plain(there) != _plain(here):
+            if plain(there) != plain(here):
                 raise ValueError(f"group {number} has {key}={here!r}, the state dict {there!r}")
 
 
@@ -335,11 +336,6 @@ def _check_state(groups: Sequence[dict[str, Any]], state_dict: StateDict) -> Non
                         f"{kind} of {name} has shape {tuple(shape)} in the state dict, the"
                         f" parameter {tuple(parameter.shape)}"
                     )
-
-
-def _plain(value: object) -> object:
-    """Lists and tuples alike."""
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _is_nonzero(value: Tensor) -> bool:

@@ -24,11 +24,13 @@ from shardmuon.muon import Muon
 
 __all__ = [
     "Contents",
+    "check_names",
     "check_shapes",
     "collect",
     "forget_state",
     "named_tensors",
     "random_state",
+    "reshard",
     "restore_random",
     "some",
     "targets",
@@ -90,10 +92,7 @@ def targets(
     }
     left = {k for k in saved - found.keys() if k.startswith("optimizer.") and _owner(k) not in held}
     missing, unexpected = found.keys() - saved - anew, saved - found.keys() - left
-    if missing or unexpected:
-        raise CheckpointError(
-            f"it does not fit; missing: {some(missing)}; unexpected: {some(unexpected)}"
-        )
+    check_names(missing, unexpected)
     wanted = {key: tensor for key, tensor in found.items() if key not in anew}
     check_shapes(wanted, index)
     casts = [
@@ -135,13 +134,19 @@ def restore_random(states: Mapping[str, str]) -> None:
             torch.cuda.set_rng_state(state)
 
 
-def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(parameters and persistent buffers by FQN, further names of tied ones)."""
+def reshard(model: nn.Module) -> None:
+    """Have the parameters registered that the optimizer holds.
+
+    A forward pass without backward leaves the whole parameters of FSDP2's root in their place.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # A forward pass without backward leaves the root's whole parameters registered, which
-            # are not those that the optimizer holds.
             module.reshard()
+
+
+def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(parameters and persistent buffers by FQN, further names of tied ones)."""
+    reshard(model)
     named: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[int, str] = {}
@@ -209,6 +214,14 @@ def _owner(key: str) -> str:
     return key.rpartition(".")[0]
 
 
+def check_names(missing: Collection[str], unexpected: Collection[str]) -> None:
+    """CheckpointError if a checkpoint lacks names or has others."""
+    if missing or unexpected:
+        raise CheckpointError(
+            f"it does not fit; missing: {some(missing)}; unexpected: {some(unexpected)}"
+        )
+
+
 def check_shapes(tensors: Mapping[str, Tensor], index: Index) -> None:
     """CheckpointError unless every tensor has the shape that `index` gives under its name."""
     for key, tensor in tensors.items():
@@ -218,8 +231,8 @@ def check_shapes(tensors: Mapping[str, Tensor], index: Index) -> None:
             )
 
 
-def some(names: Iterable[str]) -> str:
+def some(names: Iterable[object]) -> str:
     """The first of `names` in their order, as text."""
-    listed = sorted(names)
+    listed = sorted(map(str, names))
     more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
     return ", ".join(listed[:_SHOWN]) + more if listed else "none"

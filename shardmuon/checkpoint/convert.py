@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import Optimizer, StateDict
 
+from shardmuon.checkpoint.contents import reshard, some
 from shardmuon.checkpoint.torch_forms import (
     OURS,
     Saved,
-    few,
     match,
     own_part,
     read,
@@ -119,11 +118,7 @@ def from_torch(
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
     """The model's parameters by FQN; a tied one under each of its names."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            # After a forward pass without backward the root still has its whole parameters
-            # registered, which are not those that the optimizer holds.
-            module.reshard()
+    reshard(model)
     named: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if named.setdefault(clean_fqn(name), parameter) is not parameter:
@@ -145,7 +140,7 @@ def _name_groups(named: Mapping[str, Tensor], optimizer: Muon) -> list[_Members]
     ]
     if unknown:
         raise ValueError(
-            f"the model does not have these parameters of the optimizer: {few(unknown)}; build the"
+            f"the model does not have these parameters of the optimizer: {some(unknown)}; build the"
             " optimizer after the model is wrapped"
         )
     return [_Members(group, [fqns[p] for p in group["params"]]) for group in groups]

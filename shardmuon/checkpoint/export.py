@@ -26,7 +26,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from shardmuon.checkpoint import publish
 from shardmuon.checkpoint.checkpointer import Checkpointer
-from shardmuon.checkpoint.contents import check_shapes, collect, some
+from shardmuon.checkpoint.contents import check_names, check_shapes, collect
 from shardmuon.checkpoint.publish import CheckpointError
 from shardmuon.checkpoint.storage import Index, Reader
 from shardmuon.checkpoint.together import Ranks
@@ -138,7 +138,8 @@ def load_weights(folder: str | Path, model: nn.Module) -> None:
                 raise CheckpointError(f"no safetensors files in {folder}")
             index = cast(Index, reader.read_metadata().state_dict_metadata)
             found = {k.removeprefix("model."): v for k, v in collect(model, None).tensors.items()}
-            compare(found, index)
+            check_names(found.keys() - index.keys(), index.keys() - found.keys())
+            check_shapes(found, index)
             return found
 
         tensors = ranks.together(f"load {folder}", prepare)
@@ -151,16 +152,6 @@ def load_weights(folder: str | Path, model: nn.Module) -> None:
                 no_dist=ranks.group is None,
             ),
         )
-
-
-def compare(tensors: Mapping[str, Tensor], index: Index) -> None:
-    """CheckpointError unless `index` has exactly these names and shapes."""
-    missing, unexpected = tensors.keys() - index.keys(), index.keys() - tensors.keys()
-    if missing or unexpected:
-        raise CheckpointError(
-            f"it does not fit; missing: {some(missing)}; unexpected: {some(unexpected)}"
-        )
-    check_shapes(tensors, index)
 
 
 def _files(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.checkpoint.publish import CheckpointError
-from shardmuon.groups import STRUCTURAL_KEYS
+from shardmuon.groups import STRUCTURAL_KEYS, plain
 
 __all__ = ["Groups", "change_groups", "decode", "encode", "group_changes", "groups_of", "name_of"]
 
@@ -123,15 +123,10 @@ def _same_kind(
 
 def _compare_structure(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     for key in STRUCTURAL_KEYS:
-        now = _plain(decode(new.get(key)))
-        before = _plain(decode(old.get(key, new.get(key))))
+        now = plain(decode(new.get(key)))
+        before = plain(decode(old.get(key, new.get(key))))
         if before != now:
             raise CheckpointError(f"{name} has {key}={before!r} in it, {now!r} here")
-
-
-def _plain(value: Any) -> Any:
-    """Lists and tuples alike."""
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _compare_settings(number: int, names: Sequence[str], olds: Groups) -> None:

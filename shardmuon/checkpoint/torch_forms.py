@@ -8,18 +8,19 @@ never communicates. Everything that does not fit is a ValueError; `label` says i
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import StateDict
 
+from shardmuon.checkpoint.contents import some
 from shardmuon.exchange import collectives
 from shardmuon.exchange.blocks import layout_of, local
-from shardmuon.groups import ADAMW, MUON, STRUCTURAL_KEYS, check_group, clean_fqn
+from shardmuon.groups import ADAMW, MUON, STRUCTURAL_KEYS, check_group, clean_fqn, plain
 
-__all__ = ["OURS", "Saved", "few", "match", "own_part", "read", "settings_for", "split"]
+__all__ = ["OURS", "Saved", "match", "own_part", "read", "settings_for", "split"]
 
 OURS = (*STRUCTURAL_KEYS, "ns_dtype", "ns_method", "momentum_dtype", "mesh")
 """Group keys that torch does not have: neither written nor taken."""
@@ -29,7 +30,6 @@ _OTHER_RULES = {"amsgrad": True, "maximize": True, "decoupled_weight_decay": Fal
 """Settings under which torch computes what we do not (the last is Adam's); else not taken."""
 _CLASSES = {MUON: ("ns_coefficients", "torch.optim.Muon"), ADAMW: ("betas", "torch.optim.AdamW")}
 """A group key by which a class is known. SGD too has a `momentum_buffer`, but it holds a sum."""
-_SHOWN = 8
 
 
 class Saved(NamedTuple):
@@ -55,7 +55,7 @@ def read(label: str, file: StateDict) -> list[Saved]:
         for name, key in zip(names or [None] * len(keys), keys, strict=True):
             saved.append(Saved(name, settings, states.pop(key, {})))
     if states:
-        raise ValueError(f"{label} has state of parameters in no group: {few(states)}")
+        raise ValueError(f"{label} has state of parameters in no group: {some(states)}")
     return saved
 
 
@@ -104,7 +104,7 @@ def match(
             matched[parameter] = each
     missing = [fqn for parameter, fqn in fqns.items() if parameter not in matched]
     problems = (("lacks", missing), ("has unexpected or repeated", unexpected))
-    text = " and ".join(f"{verb} {few(names)}" for verb, names in problems if names)
+    text = " and ".join(f"{verb} {some(names)}" for verb, names in problems if names)
     if text:
         raise ValueError(f"{label} {text}")
     return matched
@@ -117,7 +117,7 @@ def settings_for(
     theirs = saved[0].settings
     for fqn, each in zip(fqns, saved, strict=True):
         for key in sorted(theirs.keys() | each.settings.keys()):
-            one, other = (_plain(s.get(key, "absent")) for s in (theirs, each.settings))
+            one, other = (plain(s.get(key, "absent")) for s in (theirs, each.settings))
             if one != other:
                 raise ValueError(
                     f"{label}: {key} is {one!r} for {fqns[0]} and {other!r} for {fqn}, which are in"
@@ -142,7 +142,7 @@ def _check_rule(name: str, group: Mapping[str, Any], theirs: Mapping[str, Any]) 
         if key in theirs and bool(theirs[key]) is value:
             raise ValueError(f"{name} has {key}={value}, which is not supported")
     for key in STRUCTURAL_KEYS:
-        if key in theirs and _plain(theirs[key]) != _plain(group.get(key)):
+        if key in theirs and plain(theirs[key]) != plain(group.get(key)):
             raise ValueError(f"{name} has {key}={theirs[key]!r}, its group here {group.get(key)!r}")
 
 
@@ -170,17 +170,3 @@ def own_part(name: str, parameter: Tensor, value: Any) -> Tensor:
     layout = layout_of(name, parameter, None)
     box = layout.box(parameter.shape, layout.mesh.coordinates[collectives.rank()])
     return value.detach()[tuple(slice(start, stop) for start, stop in box)]
-
-
-def few(names: Iterable[object]) -> str:
-    """At most eight of `names`, and how many more there are."""
-    listed = [str(name) for name in names]
-    more = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
-    return ", ".join(listed[:_SHOWN]) + more
-
-
-def _plain(value: Any) -> Any:
-    """A setting as Python compares it: one-element tensors as numbers, tuples as lists."""
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardmuon.checkpoint import Checkpointer
+from shardmuon.checkpoint import Checkpointer, publish
 from shardmuon.exchange import collectives
 from shardmuon.muon import Muon
 from shardmuon.training import batches, gradients, optimizers, place, resume, schedule, signals
@@ -55,30 +55,32 @@ class StepResult:
 
 
 class Trainer:
-    """Runs the steps from `first_step` to the end of the run.
+    """Runs the steps from `start` to the end of the run.
 
     `step` is the number of optimizer steps done; the step that runs has that index. `stopped` says
     that a signal ended the run early.
     """
 
     def __init__(
-        self, parts: Parts, first_step: int, metrics: MetricsFile, progress: Progress
+        self, parts: Parts, start: resume.Resume, metrics: MetricsFile, progress: Progress
     ) -> None:
         self.config, self.place, self.corpus = parts.config, parts.place, parts.corpus
         self.model, self.built = parts.model, parts.built
         self.optimizer = parts.built.optimizer
         self.checkpoints = parts.checkpoints
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.step = first_step
+        self.step = start.step
         self.last_step = min(self.config.schedule.stop_at or math.inf, self.config.schedule.steps)
-        self.scheduler = schedule.build(self.optimizer, self.config.schedule, first_step)
+        self.scheduler = schedule.build(self.optimizer, self.config.schedule, start.step)
         self.metrics, self.progress = metrics, progress
         self.timer = PhaseTimer(self.place.device)
         self.validation_loss = math.nan
         self.stopped = False
         self._stop_request = signals.StopRequest()
         self._evaluated = -1
-        self._saved = first_step if first_step else -1
+        # A checkpoint of another folder does not make one here.
+        here = publish.final_path(resume.checkpoint_folder(self.config), start.step)
+        self._saved = start.step if start.path == here else -1
 
     def run(self) -> None:
         """Train to the end; evaluates and saves there too. A signal ends it after a step."""

@@ -88,7 +88,7 @@ def run(prepared: Prepared, arguments: Sequence[str]) -> None:
         signals.clear_marker(folder)
     with closing(metrics), closing(bar):
         metrics.write("start", start.step, ranks=here.ranks, config=as_tree(config))
-        trainer = Trainer(parts, start.step, metrics, bar)
+        trainer = Trainer(parts, start, metrics, bar)
         trainer.run()
     if here.first and config.logging.progress != "none":
         _conclude(trainer, arguments)

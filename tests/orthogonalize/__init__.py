@@ -1,0 +1,1 @@
+"""Newton-Schulz: coefficients, methods, measures."""

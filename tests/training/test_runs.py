@@ -225,3 +225,13 @@ def test_manifest_holds_group_settings(tmp_path: Path) -> None:
     assert algorithms == ["muon", "adamw", "adamw"]
     assert manifest["groups"][0]["settings"]["weight_decay"] == 0.1
     assert "model.layers.0.mlp.up_proj.weight" in manifest["groups"][0]["params"]
+
+
+def test_a_run_that_resumes_elsewhere_at_its_end_has_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    arguments = [TINY, *launch.SMALL, *launch.text_files(tmp_path / "text")]
+    assert main.main([*arguments, f"logging.directory={tmp_path / 'run'}"]) == 0
+    last = tmp_path / "run" / "checkpoints" / "step_00000006"
+    other = [f"logging.directory={tmp_path / 'other'}", f"checkpoint.resume={last}"]
+    assert main.main([*arguments, *other]) == 0
+    assert (tmp_path / "other" / "checkpoints" / last.name / "manifest.json").exists()
