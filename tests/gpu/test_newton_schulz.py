@@ -32,7 +32,7 @@ def error(value: Tensor, right: Tensor) -> float:
 )
 def test_the_kernel_is_right_and_symmetric(n: int, r: int, k: int, dtype: torch.dtype) -> None:
     a = random(n, r, k, dtype=dtype) / k**0.5
-    if not products.kernel_takes(a):
+    if products.way_of(a) != "descriptors":
         pytest.skip("this GPU has no tensor descriptors")
     add = random(n, r, r, dtype=dtype)
     add = (add + add.mT) / 2
@@ -47,7 +47,7 @@ def test_the_kernel_is_right_and_symmetric(n: int, r: int, k: int, dtype: torch.
 
 def test_the_kernel_takes_what_it_can() -> None:
     takes = [
-        products.kernel_takes(random(1, r, k, dtype=dtype))
+        products.way_of(random(1, r, k, dtype=dtype)) == "descriptors"
         for r, k, dtype in ((64, 64, HALF[0]), (60, 64, HALF[0]), (64, 64, torch.float32))
     ]
     hopper = torch.cuda.get_device_capability()[0] >= 9
@@ -57,7 +57,7 @@ def test_the_kernel_takes_what_it_can() -> None:
 @pytest.mark.parametrize("method", ["symmetric", "gram"])
 def test_methods_run_the_kernel(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = random(2, 128, 256, dtype=torch.bfloat16)
-    if not products.kernel_takes(x):
+    if products.way_of(x) != "descriptors":
         pytest.skip("this GPU has no tensor descriptors")
     monkeypatch.setattr(torch, "baddbmm", None)  # what would stand in for the kernel
     newton_schulz(x, schedule_of("keller", 5), 1e-7, torch.bfloat16, method)
