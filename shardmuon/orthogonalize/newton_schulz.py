@@ -10,7 +10,8 @@ the methods, which compute the same polynomial by different products:
 
 from __future__ import annotations
 
-import itertools
+import functools
+import warnings
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from shardmuon.orthogonalize.coefficients import Schedule
 from shardmuon.orthogonalize.products import symmetric_product
 
-__all__ = ["METHODS", "newton_schulz"]
+__all__ = ["METHODS", "iteration_dtype", "newton_schulz"]
 
 METHODS = ("standard", "symmetric", "gram")
 
@@ -35,8 +36,10 @@ def newton_schulz(
     matrix: [rows, cols] or a batch [n, rows, cols], any floating dtype; not changed.
     eps: smallest norm by which a matrix is divided, as in torch. None: any matrix but zero is
     divided by its norm, found without overflow or underflow, so that scale does not matter.
-    dtype: of the iteration and of the result. On a GPU all methods but "standard" iterate in
-    float16, which costs as much as bfloat16 and rounds eight times finer.
+    On a CPU a matrix that is not zero and has a smaller norm is warned of, once per process for
+    each eps; on a GPU none is, because the host would have to wait for the norm.
+    dtype: of the result, and of the iteration under "standard"; other methods iterate in float16 on
+    a GPU and in float32 (float64 if asked for) on a CPU, see `iteration_dtype`.
     Returns a tensor of the same shape in `dtype`, column-major where rows > cols.
 
     x is transposed if tall, divided by its Frobenius norm (at least `eps`) times the schedule's
@@ -47,7 +50,7 @@ def newton_schulz(
     bits.
     """
     tall = matrix.size(-2) > matrix.size(-1)
-    inner = torch.float16 if method != "standard" and matrix.is_cuda else dtype
+    inner = iteration_dtype(schedule, method, dtype, matrix.device)
     x = _unit(matrix, schedule.margin, eps, dtype, inner)
     x = x.mT if tall else x
     if method == "standard":
@@ -59,6 +62,21 @@ def newton_schulz(
     return (x.mT if tall else x).to(dtype)
 
 
+def iteration_dtype(
+    schedule: Schedule, method: str, dtype: torch.dtype, device: torch.device
+) -> torch.dtype:
+    """The dtype in which `method` iterates where `dtype` is asked for.
+
+    "standard" takes `dtype`, as torch does. The others take float16 on a GPU, which costs as much
+    as bfloat16 and rounds eight times finer; on a CPU half precision is slow and saves nothing, so
+    that it is float32 at least. The gram method never takes bfloat16: see `Schedule.gram_dtypes`.
+    """
+    if method == "standard":
+        return dtype
+    inner = torch.float16 if device.type == "cuda" else torch.promote_types(dtype, torch.float32)
+    return torch.float32 if method == "gram" and inner not in schedule.gram_dtypes else inner
+
+
 def _unit(
     matrix: Tensor, margin: float, eps: float | None, dtype: torch.dtype, inner: torch.dtype
 ) -> Tensor:
@@ -68,6 +86,7 @@ def _unit(
         x = matrix.to(dtype, copy=True)
         norm = x.norm() if dims is None else x.norm(dim=dims, keepdim=True)
         scaled: Tensor = norm * margin if margin != 1.0 else norm
+        _warn_below(eps, scaled, x)
         x.div_(scaled.clamp(min=eps))
         return x
     if not matrix.numel():
@@ -82,9 +101,28 @@ def _unit(
         norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True, dtype=norm.dtype)
         divisor = torch.where(norm > 0, norm * margin, 1.0)
     else:
+        _warn_below(eps, norm * margin, matrix)
         divisor = (norm * margin).clamp(min=eps)
     out = torch.empty(matrix.shape, dtype=inner, device=matrix.device)
     return torch.mul(matrix, divisor.reciprocal(), out=out)
+
+
+def _warn_below(eps: float, norms: Tensor, x: Tensor) -> None:
+    """On a CPU, warn of a matrix of `x` that is not zero and is divided by more than its norm."""
+    if x.device.type != "cpu" or not x.numel() or not bool((norms < eps).any()):
+        return
+    small = ((norms < eps) & x.ne(0).any(-1, keepdim=True).any(-2, keepdim=True)).any()
+    if small:
+        _warn_once(eps)
+
+
+@functools.cache
+def _warn_once(eps: float) -> None:
+    warnings.warn(
+        f"a matrix has a norm below eps={eps:g}, by which it is divided instead, so that its update"
+        " fades; eps=None divides any matrix by its own norm",
+        stacklevel=4,
+    )
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -121,7 +159,7 @@ def _gram(x: Tensor, schedule: Schedule) -> Tensor:
     error of R grows with every step, and what is small in x was lost in Q.
     """
     batch = (x if x.ndim == 3 else x[None]).contiguous()
-    for segment in _segments(schedule):
+    for segment in schedule.parts():
         r = symmetric_product(batch, batch)
         q: Tensor | None = None
         for number, (a, b, c) in enumerate(segment):
@@ -131,21 +169,3 @@ def _gram(x: Tensor, schedule: Schedule) -> Tensor:
                 r = symmetric_product(symmetric_product(p, r), p)
         batch = torch.bmm(q, batch) if q is not None else batch
     return batch.view(x.shape)
-
-
-def _segments(schedule: Schedule) -> list[tuple[tuple[float, float, float], ...]]:
-    """Steps between two starts. Steep steps come first, and cost most digits: 2, then 3 at a time.
-
-    A first polynomial that lifts small values by more than 5 has a segment of its own.
-    """
-    triples = schedule.triples
-    cuts = [0]
-    while cuts[-1] < len(triples):
-        first = cuts[-1]
-        length = 3 if first else 2
-        if triples[first][0] > 5:
-            length = 1
-        elif first == 1:
-            length = 2
-        cuts.append(min(len(triples), first + length))
-    return [triples[one:other] for one, other in itertools.pairwise(cuts)]

@@ -19,6 +19,7 @@ from shardmuon.orthogonalize.coefficients import schedule_of
 from shardmuon.orthogonalize.newton_schulz import METHODS, newton_schulz
 from shardmuon.planning.cost import newton_schulz_flops
 from shardmuon.planning.report import table
+from shardmuon.tools import accuracy
 
 __all__ = ["run"]
 
@@ -38,7 +39,7 @@ Call = Callable[[Tensor], object]
 
 
 def run(graph: bool = False) -> None:
-    """Print both tables. graph: time replays of CUDA graphs, so without the host's launches."""
+    """Print all tables. graph: time replays of CUDA graphs, so without the host's launches."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda" if cuda else "cpu")
     dtype = torch.bfloat16 if cuda else torch.float32
@@ -46,6 +47,9 @@ def run(graph: bool = False) -> None:
     print(f"{name}, torch {torch.__version__}, {str(dtype).removeprefix('torch.')}\n")
     print("||X X^T - I|| / sqrt(n) of a Gaussian 256 x 1024 matrix, by number of steps\n")
     _print_errors(device, dtype)
+    print(f"\nlargest relative error of {accuracy.STEPS} steps against float64, by kind of matrix;")
+    print("bounds of the first three kinds and of the others\n")
+    accuracy.print_errors(device)
     print("\nmilliseconds of 5 steps with keller, and TFLOP/s as if by the standard method\n")
     _print_times(device, dtype, GPU_SHAPES if cuda else CPU_SHAPES, graph and cuda)
 
@@ -78,7 +82,7 @@ def _print_times(
         if graph:
             calls = [_captured(call, inputs) for call in calls]
         times = _take_turns(calls, inputs)
-        work = n * newton_schulz_flops(r, k, 5) / 1e9
+        work = n * newton_schulz_flops(r, k, schedule_of("keller", 5).segments) / 1e9
         cells = [f"{ms:.3f} ({work / ms:.0f})" for ms in times]
         rows.append((f"{n} x {r} x {k}", *cells, METHODS[times.index(min(times))]))
     print("\n".join(table(("batch x rows x cols", *METHODS, "fastest"), rows)))

@@ -146,6 +146,7 @@ def test_zero_gradient_decays_only_and_the_next_step_is_normal(ns_dtype: torch.d
     assert relative_error(p.detach(), right) < (1e-4 if ns_dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.filterwarnings("ignore:a matrix has a norm below eps")
 def test_gradient_far_below_eps_fades_without_nan() -> None:
     gradient = 1e-12 * reference.gradient(10, 8, 0)
     got = one_step(torch.zeros(10, 8), tensor(gradient), lr=1.0, weight_decay=0.0, momentum=0.0)

@@ -69,6 +69,7 @@ def test_defaults_are_bit_equal_too() -> None:
     assert bits(ours, our_optimizer) == bits(theirs, their_optimizer)
 
 
+@pytest.mark.filterwarnings("ignore:a matrix has a norm below eps")
 def test_other_coefficients_steps_and_eps_are_bit_equal() -> None:
     options: dict[str, Any] = {"ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 3, "eps": 5.0}
     ours, theirs = parameters(), parameters()
