@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
 
 from shardmuon.entries import (
     Entry,
@@ -37,8 +38,9 @@ from shardmuon.exchange.blocks import (
 from shardmuon.exchange.pipeline import Member, Passage, Tally, Transit, run_buckets
 from shardmuon.exchange.replicas import differing_replicas
 from shardmuon.groups import ADAMW
+from shardmuon.methods import Methods, is_open
 from shardmuon.planning.layout import Box
-from shardmuon.planning.matrix import Matrix
+from shardmuon.planning.matrix import AUTO, Matrix
 from shardmuon.planning.plan import Plan
 from shardmuon.planning.planner import make_plan
 from shardmuon.rules import RULES, Commit, Shard
@@ -99,6 +101,8 @@ class Engine:
         self._prepared: Prepared | None = None
         self._has_stepped = False
         self._agreement = Agreement(runtime)
+        self._methods = Methods(runtime)
+        self._warm: Prepared | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Plans, groups and pending answers belong to one process and do not travel."""
@@ -120,7 +124,7 @@ class Engine:
 
     def prepare(self, groups: Sequence[Group]) -> None:
         """Plan and prove on the host that the ranks of every mesh made the same plan."""
-        prepared = self._prepare_or_refuse(list_entries(groups, self.default_mesh))
+        prepared = self._prepare_with_methods(list_entries(groups, self.default_mesh))
         self._agreement.compare(prepared.plan, prepared.parts)
 
     def check(self) -> None:
@@ -141,6 +145,32 @@ class Engine:
                 f" {names[0]}; give all ranks the same initial weights (the same seed), or load"
                 " one checkpoint on all"
             )
+
+    def _prepare_with_methods(self, entries: Sequence[Entry]) -> Prepared:
+        """As `_prepare_or_refuse`; methods that are still open are chosen first. Collective then.
+
+        All ranks of a mesh have the same ones open, or the comparison raises on all.
+        """
+        prepared = self._prepare_or_refuse(entries)
+        matrices = [matrix for matrix, _ in prepared.plan]
+        if is_open(matrices):
+            self._agreement.compare(prepared.plan, prepared.parts)
+            self._methods.choose(matrices, prepared.parts)
+            self._prepared = None
+            prepared = self._prepare_or_refuse(entries)
+        if self._warm is not prepared:
+            self._warm_up(prepared, entries)
+            self._warm = prepared
+        return prepared
+
+    def _warm_up(self, prepared: Prepared, entries: Sequence[Entry]) -> None:
+        """Let the rules compile and capture what they will run on this rank."""
+        for passage in prepared.passages:
+            if passage.batched:
+                for matrix, shape in passage.batch_shapes():
+                    whole = torch.zeros(shape, dtype=passage.dtype, device=passage.device)
+                    group = entries[prepared.homes[matrix.id].entry].group
+                    RULES[group["algorithm"]].warm_up(whole, _with_method(group, matrix))
 
     def _prepare_or_refuse(self, entries: Sequence[Entry]) -> Prepared:
         """As `_prepare_locally`; a rank that cannot plan tells the others before it raises."""
@@ -163,17 +193,18 @@ class Engine:
         return self._prepared
 
     def _make(self, entries: Sequence[Entry], key: tuple[object, ...]) -> Prepared:
-        matrices: list[Matrix] = []
+        found: list[Matrix] = []
         homes: dict[str, Home] = {}
         for index, entry in enumerate(entries):
             for matrix in matrices_of(entry):
                 coordinate = entry.mesh.coordinates[collectives.rank()]
                 box = matrix.layout.box(matrix.cut.shape, coordinate)
                 homes[matrix.id] = Home(index, box)
-                matrices.append(matrix)
+                found.append(matrix)
         runtime = self.runtime
         if runtime.deterministic:
             _refuse_other_methods(entries)
+        matrices = self._methods.assign(found)
         plan = make_plan(
             matrices,
             exchange=runtime.exchange,
@@ -193,11 +224,12 @@ class Engine:
     def _passages(
         self, plan: Plan, entries: Sequence[Entry], homes: Mapping[str, Home]
     ) -> Iterator[Passage]:
-        for bucket in plan.buckets:
+        for number, bucket in enumerate(plan.buckets):
             entry = entries[homes[bucket.matrices[0].id].entry]
             axes = (*bucket.sharded_axes, *bucket.replicated_axes)
             mesh, device = entry.device_mesh, compute_device(entry)
             yield Passage(
+                number,
                 bucket,
                 bucket.route(collectives.rank(), plan.exchange),
                 {axis: mesh.get_group(axis) for axis in axes} if mesh else {},
@@ -234,8 +266,9 @@ class Engine:
         before = sum(collectives.calls.values())
         self._agreement.raise_deferred()
         entries = list_entries(groups, self.default_mesh)
-        prepared = self._prepare_or_refuse(entries)
-        agreed = self._agreement.open(prepared.plan, prepared.parts, entries)
+        prepared = self._prepare_with_methods(entries)
+        with record_function("shardmuon.header"):
+            agreed = self._agreement.open(prepared.plan, prepared.parts, entries)
         self._warn_of_no_gradients(entries, agreed)
         tally = Tally()
         if not agreed.refused:
@@ -246,7 +279,8 @@ class Engine:
                 for passage in prepared.passages
                 if not step.idle(passage)
             )
-            step.adamw(groups)
+            with record_function("shardmuon.adamw"):
+                step.adamw(groups)
         self._stats = StepStats(
             tally.matrices_orthogonalized,
             tally.bytes_sent,
@@ -257,11 +291,16 @@ class Engine:
 
 def _refuse_other_methods(entries: Sequence[Entry]) -> None:
     for entry in entries:
-        if entry.group.get("ns_method", "standard") != "standard":
+        if entry.group.get("ns_method", AUTO) not in (AUTO, "standard"):
             raise ValueError(
                 f"{entry.fqn}: ns_method={entry.group['ns_method']!r} does not go with"
                 " Runtime(deterministic=True), which promises the bits of 'standard'"
             )
+
+
+def _with_method(group: Group, matrix: Matrix) -> Group:
+    """The group's settings as they hold for `matrix`, which may have another's method."""
+    return {**group, "ns_method": matrix.method}
 
 
 @dataclass(frozen=True)
@@ -300,11 +339,11 @@ class _Step:
             view(local(entry.parameter)),
             view(gradient),
             {key: view(local(value)) for key, value in self.state[entry.parameter].items()},
-            entry.group,
+            _with_method(entry.group, matrix),
             matrix.rows,
             matrix.cols,
         )
-        return Member(RULES[entry.group["algorithm"]], shard, matrix.settings, missing)
+        return Member(RULES[entry.group["algorithm"]], shard, missing)
 
     def adamw(self, groups: Sequence[Group]) -> None:
         """AdamW on the local tensors of its groups."""

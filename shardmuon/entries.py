@@ -26,9 +26,10 @@ from shardmuon.exchange.blocks import (
     planning_mesh,
 )
 from shardmuon.groups import STRUCTURAL_KEYS, clean_fqn, cuts_of
+from shardmuon.orthogonalize.coefficients import schedule_of
 from shardmuon.planning.cost import newton_schulz_flops
 from shardmuon.planning.layout import Mesh
-from shardmuon.planning.matrix import Matrix
+from shardmuon.planning.matrix import AUTO, Matrix
 from shardmuon.planning.plan import Plan
 from shardmuon.rules import RULES
 
@@ -92,6 +93,10 @@ def matrices_of(entry: Entry) -> Iterator[Matrix]:
         return
     layout = layout_of(entry.fqn, entry.parameter, entry.device_mesh)
     dtype = _ns_dtype(entry)
+    method = _method(entry, dtype)
+    schedule = schedule_of(entry.group["ns_coefficients"], entry.group["ns_steps"])
+    segments = schedule.segments
+    costed = "standard" if method == AUTO else method
     for suffix, cut in cuts_of(entry.parameter, entry.group):
         if cut.flatten and any(split.dim > 1 for split in layout.splits):
             raise ValueError(f"{entry.fqn}: flatten needs dims after the second unsharded")
@@ -103,9 +108,11 @@ def matrices_of(entry: Entry) -> Iterator[Matrix]:
             layout=layout,
             wire_dtype=str(dtype).removeprefix("torch."),
             wire_bytes=dtype.itemsize,
-            cost=newton_schulz_flops(cut.rows, cut.cols, entry.group["ns_steps"]),
+            cost=newton_schulz_flops(cut.rows, cut.cols, segments, costed),
             settings=_settings(entry.group),
             row_stats=RULES[entry.group["algorithm"]].row_stats,
+            method=method,
+            segments=segments,
         )
 
 
@@ -149,6 +156,17 @@ def _ns_dtype(entry: Entry) -> torch.dtype:
     if chosen is not None:
         return chosen
     return torch.bfloat16 if compute_device(entry).type == "cuda" else torch.float32
+
+
+def _method(entry: Entry, dtype: torch.dtype) -> str:
+    """The group's method.
+
+    "auto" is "standard" on a CPU, whose bits then depend on no measurement, and where float32 is
+    asked for, because the other methods iterate in float16 on a GPU.
+    """
+    method: str = entry.group["ns_method"]
+    settled = dtype == torch.float32 or compute_device(entry).type == "cpu"
+    return "standard" if method == AUTO and settled else method
 
 
 def _settings(group: Group) -> str:

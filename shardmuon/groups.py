@@ -17,6 +17,7 @@ from torch import Tensor
 from shardmuon.orthogonalize.coefficients import KELLER, PRESETS, schedule_of
 from shardmuon.orthogonalize.newton_schulz import METHODS
 from shardmuon.planning.cut import Cut, cut_parameter
+from shardmuon.planning.matrix import AUTO
 
 __all__ = [
     "ADAMW",
@@ -44,7 +45,7 @@ MUON_DEFAULTS: dict[str, Any] = {
     "ns_coefficients": KELLER,
     "eps": 1e-7,
     "ns_steps": 5,
-    "ns_method": "standard",
+    "ns_method": AUTO,
     "adjust_lr_fn": None,
     "ns_dtype": None,
     "momentum_dtype": None,
@@ -215,7 +216,7 @@ _MUON_CHECKS: dict[str, Check] = {
     ),
     "eps": ("None or a number >= 0", lambda value: value is None or _at_least_zero(value)),
     "ns_steps": ("an integer from 1 to 99", _steps),
-    "ns_method": (f"one of {METHODS}", lambda value: value in METHODS),
+    "ns_method": (f"one of {(AUTO, *METHODS)}", lambda value: value in (AUTO, *METHODS)),
     "adjust_lr_fn": (
         "None, 'original' or 'match_rms_adamw'",
         lambda value: value in (None, "original", "match_rms_adamw"),

@@ -30,6 +30,7 @@ from shardmuon.groups import (
     plain,
 )
 from shardmuon.orthogonalize.coefficients import KELLER, Coefficients
+from shardmuon.planning.matrix import AUTO
 from shardmuon.planning.plan import Plan
 from shardmuon.rules import RULES
 from shardmuon.rules.adamw import init_adamw_state
@@ -68,8 +69,10 @@ class Muon(Optimizer):
         ns_dtype: dtype of Newton-Schulz and of what is exchanged: ``torch.bfloat16`` or
             ``torch.float32``. ``None``: bf16 on CUDA, fp32 on CPU.
         ns_method: how Newton-Schulz multiplies: ``"standard"`` as torch does; ``"symmetric"``
-            computes symmetric products by half; ``"gram"`` iterates on the Gram matrix, in float16
-            on GPUs. The last two need fewer operations and agree within rounding.
+            computes symmetric products by half; ``"gram"`` iterates on the Gram matrix, both in
+            float16 on GPUs, with fewer operations, and equal within rounding. ``"auto"``: the
+            quickest for each shape, measured once per GPU; standard on CPUs and with
+            ``Runtime(deterministic=True)``.
         momentum_dtype: dtype of the momentum buffer; ``None``: the parameter's.
         mesh: DeviceMesh or process group (DDP's) over which *plain* tensors are replicated, so
             that its ranks share the work. DTensors bring their own. A group may have its own.
@@ -96,7 +99,7 @@ class Muon(Optimizer):
         adjust_lr_fn: str | None = None,
         *,
         ns_dtype: torch.dtype | None = None,
-        ns_method: str = "standard",
+        ns_method: str = AUTO,
         momentum_dtype: torch.dtype | None = None,
         mesh: DeviceMesh | ProcessGroup | None = None,
         runtime: Runtime = Runtime(),  # noqa: B008  (frozen)
@@ -148,7 +151,11 @@ class Muon(Optimizer):
         return loss
 
     def prepare(self) -> None:
-        """Make the plan and prove that all ranks made the same; collective. `step` does it too."""
+        """Make the plan and prove that all ranks made the same; collective. `step` does it too.
+
+        On GPUs one rank of each mesh first measures which Newton-Schulz methods are quickest, if no
+        cache file says so, in at most about two seconds.
+        """
         self._reconcile_state()
         self._engine.prepare(self.param_groups)
 

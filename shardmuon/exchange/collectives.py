@@ -28,6 +28,7 @@ __all__ = [
     "calls",
     "close_group",
     "device_type",
+    "from_first",
     "gather_objects",
     "host_group",
     "is_group",
@@ -155,6 +156,13 @@ def broadcast_object(value: Any, source: int = 0, group: Group = None) -> Any:
     box = [value]
     dist.broadcast_object_list(box, source, group)
     return box[0]
+
+
+def from_first(value: Any, group: Group) -> Any:
+    """The picklable `value` of the first rank of `group`, on every rank of it."""
+    if world_size(group) == 1:
+        return value
+    return broadcast_object(value, dist.get_global_rank(group, 0), group)
 
 
 def gather_objects(value: Any, group: Group = None) -> list[Any]:

@@ -6,7 +6,7 @@ comes from planning's `Hop` and `Share`; both sides derive the same order, so no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from shardmuon.planning.routes import Hop, Parcel, Parcels, Share, scatter_size
 __all__ = [
     "Cargo",
     "Leg",
+    "copy_all",
     "pack",
     "row_stats_from_wire",
     "row_stats_to_wire",
@@ -41,13 +42,17 @@ class Leg:
         return self._unpack()
 
 
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each of `sources` into its target: one launch for all that are contiguous."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
 def pack(parcels: Iterable[Parcel], cargo: Cargo, buffer: Tensor) -> None:
     """Copy `parcels` one after the other to the front of 1-D `buffer`."""
-    offset = 0
-    for parcel in parcels:
-        piece = cargo[parcel.matrix, parcel.origin]
-        buffer[offset : offset + piece.numel()].copy_(piece)
-        offset += piece.numel()
+    pieces = [cargo[parcel.matrix, parcel.origin] for parcel in parcels]
+    sizes = [piece.numel() for piece in pieces]
+    copy_all(buffer[: sum(sizes)].split_with_sizes(sizes), pieces)
 
 
 def start_hop(hop: Hop, buffer: Tensor, group: collectives.Group) -> Leg:
@@ -88,12 +93,11 @@ def _unpack(
     sides: Iterable[Parcels], received: Tensor, size: Callable[[Parcels], int]
 ) -> Iterator[tuple[tuple[int, Coordinate], Tensor]]:
     """Views of `received`, parcel by parcel."""
-    offset = 0
-    for parcels in sides:
-        for parcel in parcels:
-            count = size((parcel,))
-            yield (parcel.matrix, parcel.origin), received[offset : offset + count]
-            offset += count
+    parcels = [parcel for side in sides for parcel in side]
+    sizes = [size((parcel,)) for parcel in parcels]
+    views = received[: sum(sizes)].split_with_sizes(sizes)
+    for parcel, view in zip(parcels, views, strict=True):
+        yield (parcel.matrix, parcel.origin), view
 
 
 def row_stats_to_wire(row_stats: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,20 +10,24 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from shardmuon.exchange import collectives
 from shardmuon.exchange.legs import (
     Cargo,
     Leg,
+    copy_all,
     pack,
     row_stats_from_wire,
     row_stats_to_wire,
     start_hop,
     start_share,
 )
+from shardmuon.planning.matrix import Matrix
 from shardmuon.planning.plan import Bucket
 from shardmuon.planning.routes import Hop, Parcel, Route, gather_size
 from shardmuon.rules import Commit, Shard, UpdateRule
@@ -37,7 +41,6 @@ class Member:
 
     rule: UpdateRule
     shard: Shard
-    settings: str
     missing: bool
 
     @property
@@ -59,10 +62,12 @@ class Tally:
 class Passage:
     """How this rank carries a bucket, fixed by the plan.
 
-    groups: process group by mesh axis. device: of the exchange and of Newton-Schulz; parameters
-    may lie elsewhere (CPU offload). dtype: on the wire.
+    number: of the bucket, in the order of execution. groups: process group by mesh axis. device: of
+    the exchange and of Newton-Schulz; parameters may lie elsewhere (CPU offload). dtype: on the
+    wire.
     """
 
+    number: int
     bucket: Bucket
     route: Route
     groups: Mapping[int, collectives.Group]
@@ -70,6 +75,28 @@ class Passage:
     dtype: torch.dtype
     batched: bool
     timeout_s: float | None
+
+    @cached_property
+    def owned(self) -> Mapping[int, Sequence[Parcel]]:
+        """Parcels of every owned matrix by its index."""
+        return dict(self.route.owned)
+
+    @cached_property
+    def batches(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of owned matrices that are orthogonalized together."""
+        alike: dict[object, list[int]] = defaultdict(list)
+        for index in self.owned:
+            matrix = self.bucket.matrices[index]
+            kind = (matrix.rows, matrix.cols, matrix.settings, matrix.method)
+            alike[kind if self.batched else index].append(index)
+        return tuple(map(tuple, alike.values()))
+
+    def batch_shapes(self) -> Iterable[tuple[Matrix, tuple[int, ...]]]:
+        """A matrix of each batch, and the shape in which the rule gets the batch."""
+        for indices in self.batches:
+            matrix = self.bucket.matrices[indices[0]]
+            count = (len(indices),) if len(indices) > 1 else ()
+            yield matrix, (*count, matrix.rows, matrix.cols)
 
 
 @dataclass
@@ -87,35 +114,43 @@ class Transit:
         """Phases 1 and 2: advance every state, pack the blocks and start towards the owners."""
         route = self.passage.route
         hop = route.hops[0] if route.hops else None
-        buffer = self._buffer(hop.buffer_elements if hop else gather_size(route.departing))
-        places = dict(_places(route.departing, buffer))
-        for index, member in enumerate(self.members):
-            if not member.idle:
-                block = member.rule.prepare(member.shard, self.commit)
-                if index in places:
-                    places[index].view(block.shape).copy_(block)
+        with self._range("prepare"):
+            buffer = self._buffer(hop.buffer_elements if hop else gather_size(route.departing))
+            places = dict(_places(route.departing, buffer))
+            for rule, indices in self._busy():
+                shards = [self.members[index].shard for index in indices]
+                rule.prepare_all(shards, [places.get(index) for index in indices], self.commit)
         if hop is None:
             self.cargo = {(p.matrix, p.origin): places[p.matrix] for p in route.departing}
-        else:
+            return
+        with self._range("gather"):
             self._start(hop, buffer)
 
     def orthogonalize(self) -> None:
         """Finish phase 2, run phase 3 on the owned matrices and start phase 4."""
-        self._arrive()
-        for hop in self.passage.route.hops[1:]:
-            self._send(hop)
+        with self._range("gather"):
             self._arrive()
-        owned = dict(self.passage.route.owned)
-        whole = {index: self._assemble(index, parcels) for index, parcels in owned.items()}
-        self.cargo = {}
-        for index, update, row_stats in self._updates(whole):
-            for parcel in owned[index]:
-                self.cargo[index, parcel.origin] = self._cut(parcel, update, row_stats)
+            for hop in self.passage.route.hops[1:]:
+                self._send(hop)
+                self._arrive()
+        with self._range("orthogonalize"):
+            wholes = self._assemble()
+            self.cargo = {}
+            for indices, whole in zip(self.passage.batches, wholes, strict=True):
+                self._update(indices, whole)
         if self.passage.route.hops:
-            self._send(self.passage.route.hops[-1].backwards())
+            with self._range("scatter"):
+                self._send(self.passage.route.hops[-1].backwards())
 
     def apply(self) -> None:
         """Finish phase 4 and run phase 5 on this rank's block of every matrix."""
+        with self._range("scatter"):
+            self._finish_scatter()
+        with self._range("apply"):
+            for rule, indices in self._busy():
+                self._apply(rule, indices)
+
+    def _finish_scatter(self) -> None:
         route = self.passage.route
         self._arrive()
         for hop in reversed(route.hops[:-1]):
@@ -127,15 +162,29 @@ class Transit:
             self.leg = start_share(share, buffer, self.passage.groups[share.axis])
             self._count(*share.wire_elements())
             self._arrive()
-        for parcel in route.held:
-            member = self.members[parcel.matrix]
-            elements = self.cargo.pop((parcel.matrix, parcel.origin))
+
+    def _apply(self, rule: UpdateRule, indices: Sequence[int]) -> None:
+        shards = [self.members[index].shard for index in indices]
+        updates, row_stats = [], []
+        for index, shard in zip(indices, shards, strict=True):
+            parcel = self.passage.route.held[index]
+            elements = self.cargo.pop((index, parcel.origin)).to(shard.parameter.device)
+            updates.append(elements[: parcel.block.numel])
+            behind = elements[parcel.block.numel :]
+            row_stats.append(row_stats_from_wire(behind) if rule.row_stats else None)
+        rule.apply_all(shards, updates, row_stats, self.commit)
+
+    def _range(self, phase: str) -> record_function:
+        """A named stretch of time for profilers."""
+        return record_function(f"shardmuon.{phase}.{self.passage.number}")
+
+    def _busy(self) -> Iterable[tuple[UpdateRule, list[int]]]:
+        """Indices of the members that have something to do here, by rule."""
+        by_rule: dict[UpdateRule, list[int]] = defaultdict(list)
+        for index, member in enumerate(self.members):
             if not member.idle:
-                count = parcel.block.numel
-                elements = elements.to(member.shard.parameter.device)
-                update = elements[:count].view(member.shard.parameter.shape)
-                stats = row_stats_from_wire(elements[count:]) if member.rule.row_stats else None
-                member.rule.apply(member.shard, update, stats, self.commit)
+                by_rule[member.rule].append(index)
+        return by_rule.items()
 
     def _buffer(self, elements: int) -> Tensor:
         """Zeros, so that padding and missing gradients never send uninitialized memory."""
@@ -161,52 +210,49 @@ class Transit:
         self.tally.bytes_sent += sent * size
         self.tally.bytes_received += received * size
 
-    def _assemble(self, index: int, parcels: Sequence[Parcel]) -> Tensor:
-        """The whole matrix, fresh, contiguous and row-major: equal bits rest on that."""
-        matrix = self.passage.bucket.matrices[index]
-        whole = torch.empty(
-            matrix.rows, matrix.cols, dtype=self.passage.dtype, device=self.passage.device
-        )
-        for parcel in parcels:
-            block = parcel.block
-            rows = whole[block.row_start : block.row_stop, block.col_start : block.col_stop]
-            rows.copy_(self.cargo[index, parcel.origin].view(block.rows, block.cols))
-        return whole
+    def _assemble(self) -> list[Tensor]:
+        """The owned matrices batch by batch, [rows, cols] or [n, rows, cols].
 
-    def _updates(self, whole: Mapping[int, Tensor]) -> Iterable[tuple[int, Tensor, Tensor | None]]:
-        """Orthogonalize each owned matrix once; equal ones together where batching is allowed."""
-        batches: dict[object, list[int]] = defaultdict(list)
-        for index, matrix in whole.items():
-            alike = (tuple(matrix.shape), self.members[index].settings)
-            batches[alike if self.passage.batched else index].append(index)
-        for indices in batches.values():
-            member = self.members[indices[0]]
-            self.tally.matrices_orthogonalized += len(indices)
-            if len(indices) == 1:
-                update, stats = member.rule.orthogonalize(whole[indices[0]], member.shard.group)
-                yield indices[0], update, stats
-                continue
-            stack = torch.stack([whole[index] for index in indices])
-            updates, stats = member.rule.orthogonalize(stack, member.shard.group)
-            for place, index in enumerate(indices):
-                yield index, updates[place], None if stats is None else stats[place]
+        Each is fresh, contiguous and row-major: equal bits rest on that.
+        """
+        passage = self.passage
+        wholes, places, pieces = [], [], []
+        for indices, (_, shape) in zip(passage.batches, passage.batch_shapes(), strict=True):
+            whole = torch.empty(shape, dtype=passage.dtype, device=passage.device)
+            wholes.append(whole)
+            for index, target in zip(indices, whole.view(-1, *shape[-2:]), strict=True):
+                for parcel in passage.owned[index]:
+                    block = parcel.block
+                    rows = slice(block.row_start, block.row_stop)
+                    places.append(target[rows, block.col_start : block.col_stop])
+                    piece = self.cargo[index, parcel.origin]
+                    pieces.append(piece.view(block.rows, block.cols))
+        copy_all(places, pieces)
+        return wholes
 
-    def _cut(self, parcel: Parcel, update: Tensor, row_stats: Tensor | None) -> Tensor:
-        """One origin's block of an update, flat in the wire dtype, its rows' statistics behind."""
-        block = parcel.block
-        rows = slice(block.row_start, block.row_stop)
-        piece = update[rows, block.col_start : block.col_stop].reshape(-1).to(self.passage.dtype)
-        if row_stats is None:
-            return piece
-        return torch.cat([piece, row_stats_to_wire(row_stats[rows], self.passage.dtype)])
+    def _update(self, indices: Sequence[int], whole: Tensor) -> None:
+        """Orthogonalize a batch and lay each origin's block of the updates out for the way back."""
+        first, passage = self.members[indices[0]], self.passage
+        self.tally.matrices_orthogonalized += len(indices)
+        update, stats = first.rule.orthogonalize(whole, first.shard.group)
+        # Those of tall matrices come column by column.
+        updates = update.to(passage.dtype).contiguous().view(len(indices), *whole.shape[-2:])
+        for place, index in enumerate(indices):
+            for parcel in passage.owned[index]:
+                block = parcel.block
+                rows = slice(block.row_start, block.row_stop)
+                piece = updates[place][rows, block.col_start : block.col_stop].reshape(-1)
+                if stats is not None:
+                    theirs = stats.view(len(indices), -1)[place][rows]
+                    piece = torch.cat([piece, row_stats_to_wire(theirs, passage.dtype)])
+                self.cargo[index, parcel.origin] = piece
 
 
-def _places(parcels: Iterable[Parcel], buffer: Tensor) -> Iterable[tuple[int, Tensor]]:
+def _places(parcels: Sequence[Parcel], buffer: Tensor) -> Iterable[tuple[int, Tensor]]:
     """This rank's place in `buffer` for the block of each departing matrix."""
-    offset = 0
-    for parcel in parcels:
-        yield parcel.matrix, buffer[offset : offset + parcel.gather_elements]
-        offset += parcel.gather_elements
+    sizes = [parcel.gather_elements for parcel in parcels]
+    places = buffer[: sum(sizes)].split_with_sizes(sizes)
+    return ((parcel.matrix, place) for parcel, place in zip(parcels, places, strict=True))
 
 
 def run_buckets(transits: Iterable[Transit]) -> None:

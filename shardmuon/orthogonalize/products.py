@@ -1,21 +1,37 @@
 """Products of matrices whose result is known to be symmetric.
 
-Owns which of three ways computes them: a kernel that computes one half and writes both, with tensor
-descriptors or with pointers, or torch. The kernel needs Triton, which comes with CUDA builds of
-torch, and is imported when first used.
+Owns which of four ways computes them: kernels that compute one half and write both (persistent,
+with tensor descriptors, or with pointers), or torch. Kernels need Triton, which comes with CUDA
+builds of torch, and are imported when first used.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 __all__ = ["KERNEL_VERSION", "symmetric_product", "way_of"]
 
-KERNEL_VERSION = 1  # raised with every change of the kernel's speed: old measurements are then void
+KERNEL_VERSION = 2  # raised with every change of the kernel's speed: old measurements are then void
+
+
+# The persistent kernel is written in Triton's experimental lower level, which may change.
+PERSISTENT_TRITON = "3.6."
+
+
+@dataclass(frozen=True)
+class _Chip:
+    """A GPU that Triton kernels run on; major 0: none. persistent: it takes that kernel."""
+
+    major: int = 0
+    processors: int = 0
+    persistent: bool = False
 
 
 def symmetric_product(
@@ -35,12 +51,8 @@ def symmetric_product(
     """
     way = way_of(a, b) if add is None else way_of(a, b, add)
     if way != "torch":
-        from shardmuon.orthogonalize import kernels
-
-        by_descriptors = way == "descriptors"
-        tiles = kernels.symmetric_tiles if by_descriptors else kernels.symmetric_tiles_by_pointers
         with torch.cuda.device_of(a):  # Triton launches on the current device
-            return tiles(a, b, alpha, add, beta, diagonal)
+            return _kernel(way)(a, b, alpha, add, beta, diagonal)
     if add is None:
         out = torch.bmm(a, b.mT)
         out = out if alpha == 1.0 else out.mul_(alpha)
@@ -52,19 +64,37 @@ def symmetric_product(
 
 
 def way_of(*operands: Tensor) -> str:
-    """Which way computes a product of these: "descriptors", "pointers" or "torch".
+    """Which way computes a product of these: "persistent", "descriptors", "pointers" or "torch".
 
     Kernels take half precision from compute capability 8.0 on. Tensor descriptors came with 9.0 and
     want rows that start at multiples of 16 bytes, those of the result too. GPUs from 12.0 on have
-    them, but not the 160 KiB of shared memory that tiles by descriptors take.
+    them, but not the 160 KiB of shared memory that tiles by descriptors take. The persistent kernel
+    is for Hopper, for a version of Triton whose lower level it was tested with, and for products
+    that fill the GPU.
     """
     a = operands[0]
     if a.dtype not in (torch.float16, torch.bfloat16) or not a.numel():
         return "torch"
-    major = _capability(a.device)
-    if 9 <= major < 12 and a.size(-2) % 8 == 0 and all(map(_is_aligned, operands)):
-        return "descriptors"
-    return "pointers" if major >= 8 else "torch"
+    chip = _chip(a.device)
+    if 9 <= chip.major < 12 and a.size(-2) % 8 == 0 and all(map(_is_aligned, operands)):
+        return "persistent" if chip.persistent and _fills(chip, a) else "descriptors"
+    return "pointers" if chip.major >= 8 else "torch"
+
+
+def _kernel(way: str) -> Callable[..., Tensor]:
+    if way == "persistent":
+        from shardmuon.orthogonalize import kernels_persistent
+
+        return kernels_persistent.symmetric_tiles
+    from shardmuon.orthogonalize import kernels
+
+    return kernels.symmetric_tiles if way == "descriptors" else kernels.symmetric_tiles_by_pointers
+
+
+def _fills(chip: _Chip, a: Tensor) -> bool:
+    """Whether every processor gets four square tiles or more, so that their loads are even."""
+    n, blocks = a.size(0), -(-a.size(1) // 128)
+    return n * blocks * (blocks + 1) // 2 >= 4 * chip.processors
 
 
 def _is_aligned(x: Tensor) -> bool:
@@ -73,9 +103,11 @@ def _is_aligned(x: Tensor) -> bool:
 
 
 @functools.cache
-def _capability(device: torch.device) -> int:
-    """Major compute capability of a GPU that Triton kernels run on, else 0."""
-    if device.type != "cuda" or torch.version.cuda is None:
-        return 0
-    found = importlib.util.find_spec("triton") is not None
-    return torch.cuda.get_device_capability(device)[0] if found else 0
+def _chip(device: torch.device) -> _Chip:
+    triton = importlib.util.find_spec("triton") is not None
+    if device.type != "cuda" or torch.version.cuda is None or not triton:
+        return _Chip()
+    properties = torch.cuda.get_device_properties(device)
+    tested = importlib.metadata.version("triton").startswith(PERSISTENT_TRITON)
+    persistent = tested and (properties.major, properties.minor) == (9, 0)
+    return _Chip(properties.major, properties.multi_processor_count, persistent)

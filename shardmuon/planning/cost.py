@@ -1,6 +1,6 @@
 """What it costs to orthogonalize a matrix, in floating-point operations.
 
-Owns the FLOP formulas per Newton-Schulz method. A cost is of the *global* shape: the owner runs
+Owns the FLOP formulas of the Newton-Schulz methods. A cost is of the *global* shape: the owner runs
 the whole matrix whatever the layout.
 """
 
@@ -9,11 +9,22 @@ from __future__ import annotations
 __all__ = ["newton_schulz_flops"]
 
 
-def newton_schulz_flops(rows: int, cols: int, steps: int) -> int:
-    """FLOPs of `steps` standard iterations on a rows x cols matrix.
+def newton_schulz_flops(
+    rows: int, cols: int, segments: tuple[int, ...], method: str = "standard"
+) -> int:
+    """FLOPs of Newton-Schulz on one rows x cols matrix; a multiply-add counts as two.
 
-    With n = min and m = max of the two: A = X X^T takes 2 n n m, A A takes 2 n n n and the last
-    product 2 n n m, hence n^2 (4 m + 2 n) a step (a multiply-add counts as two).
+    segments: steps between two starts of the gram method; their sum is the number of steps.
+
+    With n = min and m = max of the two, a full product with the matrix is 2 n n m, a product of two
+    n x n matrices 2 n n n, and a symmetric result takes half of either.
+    standard: three full products a step. symmetric: two of them are halves. gram: per segment of L
+    steps a symmetric and a full product with the matrix, and 4 L - 3 symmetric n x n ones.
     """
-    short, long = min(rows, cols), max(rows, cols)
-    return steps * short * short * (4 * long + 2 * short)
+    n, m = min(rows, cols), max(rows, cols)
+    steps, starts = sum(segments), len(segments)
+    if method == "standard":
+        return steps * n * n * (4 * m + 2 * n)
+    if method == "symmetric":
+        return steps * n * n * (3 * m + n)
+    return n * n * (3 * m * starts + n * (4 * steps - 3 * starts))

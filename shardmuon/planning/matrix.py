@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from shardmuon.planning.cut import Cut
 from shardmuon.planning.layout import Block, Coordinate, Layout
 
-__all__ = ["Matrix", "lane"]
+__all__ = ["AUTO", "Matrix", "lane"]
+
+AUTO = "auto"
+"""Method of a matrix for which none has been chosen yet."""
 
 ROW_STAT_BYTES = 4  # one float32 per row
 
@@ -23,7 +26,8 @@ class Matrix:
     lies in the parameter. layout: how the mesh holds the parameter. wire_dtype: name of the dtype
     in which its blocks and updates travel; wire_bytes: per element.
     cost: FLOPs of its Newton-Schulz. settings: what else must agree between ranks (canonical text).
-    row_stats: the rule sends one float32 per row of the update along with it.
+    row_stats: the rule sends one float32 per row of the update along with it. method, segments:
+    how Newton-Schulz runs, see `planning.cost`; `AUTO` costs as much as "standard".
     """
 
     id: str
@@ -34,6 +38,8 @@ class Matrix:
     cost: int
     settings: str = ""
     row_stats: bool = False
+    method: str = "standard"
+    segments: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:

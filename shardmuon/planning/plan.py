@@ -167,6 +167,7 @@ class Plan:
                     [matrix.rows, matrix.cols, matrix.cut.box, matrix.cut.shape],
                     matrix.wire_dtype,
                     matrix.settings,
+                    matrix.method,
                     [bucket.mesh.ranks, bucket.mesh.shape, matrix.layout.splits],
                     owner,
                 ]

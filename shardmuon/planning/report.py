@@ -87,12 +87,13 @@ def _matrix_table(plan: Plan) -> list[str]:
             str(owner),
             str(number),
             matrix.wire_dtype,
+            matrix.method,
             f"{matrix.cost / 1e9:.3f}",
         )
         for number, bucket in enumerate(plan.buckets)
         for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True)
     ]
-    header = ("matrix", "shape", "layout", "owner", "bucket", "wire", "GFLOP")
+    header = ("matrix", "shape", "layout", "owner", "bucket", "wire", "method", "GFLOP")
     return table(header, sorted(rows))
 
 

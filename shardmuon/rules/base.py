@@ -6,9 +6,10 @@ sees ranks, meshes or buckets, and so inherits every layout.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,32 +52,59 @@ class Commit:
         target.copy_(value)
 
 
-class UpdateRule(Protocol):
+class UpdateRule(ABC):
     """One way to update a matrix through an orthogonalized whole.
 
     row_stats: `orthogonalize` also returns one float32 per row, which then reaches `apply`.
     """
 
-    row_stats: bool
+    row_stats = False
 
+    @abstractmethod
     def init_state(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
         """New state, placed like `parameter`. No collective."""
-        ...
 
+    @abstractmethod
     def prepare(self, shard: Shard, commit: Commit) -> Tensor:
         """Advance the state and return this block of the matrix to orthogonalize."""
-        ...
 
+    @abstractmethod
     def orthogonalize(self, whole: Tensor, group: Group) -> tuple[Tensor, Tensor | None]:
         """whole: fresh [rows, cols] or [n, rows, cols] in the wire dtype; may be overwritten.
 
         Returns the update in that shape and, with `row_stats`, float32 [..., rows].
         """
-        ...
 
+    @abstractmethod
     def apply(self, shard: Shard, update: Tensor, row_stats: Tensor | None, commit: Commit) -> None:
         """Write the parameter. update: [block rows, block cols]; row_stats: [block rows]."""
-        ...
+
+    def warm_up(self, whole: Tensor, group: Group) -> None:  # noqa: B027  (nothing to warm up)
+        """Get ready to `orthogonalize` tensors like `whole`: compile kernels, capture graphs."""
+
+    def prepare_all(
+        self, shards: Sequence[Shard], places: Sequence[Tensor | None], commit: Commit
+    ) -> None:
+        """`prepare` each shard and write its block into its place.
+
+        places: 1-D, in the wire dtype; None where the block does not travel. A rule may do better
+        than one shard after the other, with the same bits.
+        """
+        for shard, place in zip(shards, places, strict=True):
+            block = self.prepare(shard, commit)
+            if place is not None:
+                place.view(block.shape).copy_(block)
+
+    def apply_all(
+        self,
+        shards: Sequence[Shard],
+        updates: Sequence[Tensor],
+        row_stats: Sequence[Tensor | None],
+        commit: Commit,
+    ) -> None:
+        """`apply` to each shard its 1-D update; see `prepare_all`."""
+        for shard, update, stats in zip(shards, updates, row_stats, strict=True):
+            self.apply(shard, update.view(shard.parameter.shape), stats, commit)
 
 
 def wide(tensor: Tensor) -> Tensor:

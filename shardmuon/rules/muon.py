@@ -12,13 +12,15 @@ Scalable for LLM Training", arXiv 2502.16982.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from shardmuon.orthogonalize import replay
 from shardmuon.orthogonalize.coefficients import schedule_of
-from shardmuon.orthogonalize.newton_schulz import newton_schulz
-from shardmuon.rules.base import Commit, Group, Shard, wide
+from shardmuon.rules import elementwise
+from shardmuon.rules.base import Commit, Group, Shard, UpdateRule, wide
 
 __all__ = ["MuonRule", "update_scale"]
 
@@ -33,10 +35,8 @@ def update_scale(rows: int, cols: int, adjust_lr_fn: str | None) -> float:
     return math.sqrt(max(1, rows / cols))
 
 
-class MuonRule:
+class MuonRule(UpdateRule):
     """State: `momentum_buffer`, the running average of gradients, in `momentum_dtype`."""
-
-    row_stats = False
 
     def init_state(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
         dtype = group["momentum_dtype"] or parameter.dtype
@@ -54,12 +54,53 @@ class MuonRule:
 
     def orthogonalize(self, whole: Tensor, group: Group) -> tuple[Tensor, Tensor | None]:
         schedule = schedule_of(group["ns_coefficients"], group["ns_steps"])
-        update = newton_schulz(whole, schedule, group["eps"], whole.dtype, group["ns_method"])
-        return update, None
+        return replay.orthogonalize(whole, schedule, group["eps"], group["ns_method"]), None
+
+    def warm_up(self, whole: Tensor, group: Group) -> None:
+        schedule = schedule_of(group["ns_coefficients"], group["ns_steps"])
+        replay.warm_up(whole, schedule, group["eps"], group["ns_method"])
 
     def apply(self, shard: Shard, update: Tensor, row_stats: Tensor | None, commit: Commit) -> None:
-        group = shard.group
-        lr = float(group["lr"])
-        scaled_lr = lr * update_scale(shard.rows, shard.cols, group["adjust_lr_fn"])
-        value = wide(shard.parameter) * (1 - lr * group["weight_decay"])
-        commit.write(shard.parameter, value.add_(update, alpha=-scaled_lr))
+        keep, scale = _factors(shard)
+        value = wide(shard.parameter) * keep
+        commit.write(shard.parameter, value.add_(update, alpha=scale))
+
+    def prepare_all(
+        self, shards: Sequence[Shard], places: Sequence[Tensor | None], commit: Commit
+    ) -> None:
+        together: list[elementwise.Preparation] = []
+        for shard, place in zip(shards, places, strict=True):
+            buffer, group = shard.state["momentum_buffer"], shard.group
+            travelling = () if place is None else (place,)
+            if elementwise.takes(buffer, shard.gradient, *travelling):
+                decay, nesterov = float(group["momentum"]), group["nesterov"]
+                together.append(
+                    elementwise.Preparation(shard.gradient, buffer, place, decay, nesterov)
+                )
+            else:
+                super().prepare_all([shard], [place], commit)
+        elementwise.prepare_many(together, commit)
+
+    def apply_all(
+        self,
+        shards: Sequence[Shard],
+        updates: Sequence[Tensor],
+        row_stats: Sequence[Tensor | None],
+        commit: Commit,
+    ) -> None:
+        together: list[elementwise.Application] = []
+        for shard, update, stats in zip(shards, updates, row_stats, strict=True):
+            if stats is None and elementwise.takes(shard.parameter, update):
+                keep, scale = _factors(shard)
+                together.append(elementwise.Application(shard.parameter, update, keep, scale))
+            else:
+                super().apply_all([shard], [update], [stats], commit)
+        elementwise.apply_many(together, commit)
+
+
+def _factors(shard: Shard) -> tuple[float, float]:
+    """What the parameter and what the update is multiplied by, before they are added."""
+    group = shard.group
+    lr = float(group["lr"])
+    scale = update_scale(shard.rows, shard.cols, group["adjust_lr_fn"])
+    return 1 - lr * float(group["weight_decay"]), -lr * scale

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shardmuon
+from shardmuon.orthogonalize import replay
 from shardmuon.orthogonalize.newton_schulz import newton_schulz
-from shardmuon.rules import muon as muon_rule
 from tests import models, ranks
 from tests.conftest import Worlds
 from tests.grids import PLAIN, mesh_of, placed, random
@@ -43,7 +43,7 @@ def counted(noise: float = 0.0) -> Iterator[list[int]]:
         update = newton_schulz(matrix, *settings)
         return update + noise * torch.randn_like(update)
 
-    with mock.patch.object(muon_rule, "newton_schulz", disturbed):
+    with mock.patch.object(replay, "newton_schulz", disturbed):
         yield calls
 
 

@@ -29,8 +29,9 @@ def empty(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def has_capability(monkeypatch: pytest.MonkeyPatch, major: int) -> None:
-    monkeypatch.setattr(products, "_capability", lambda device: major)
+def has_capability(monkeypatch: pytest.MonkeyPatch, major: int, persistent: bool = False) -> None:
+    chip = products._Chip(major, processors=10, persistent=persistent)
+    monkeypatch.setattr(products, "_chip", lambda device: chip)
 
 
 # --- torch's way ----------------------------------------------------------------------------
@@ -107,7 +108,21 @@ def test_descriptors_want_aligned_rows_in_every_operand(monkeypatch: pytest.Monk
     assert way_of(good, good, add.mT) == "pointers"
 
 
-@pytest.mark.parametrize(("major", "called"), [(9, ["descriptors"]), (8, ["pointers"]), (7, [])])
+def test_the_persistent_kernel_wants_enough_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = (4, 512, 64)  # 4 x 10 tiles, four for each of ten processors
+    has_capability(monkeypatch, 9)
+    assert way_of(empty(*full)) == "descriptors"
+    has_capability(monkeypatch, 9, persistent=True)
+    assert way_of(empty(*full)) == "persistent"
+    for fewer in ((3, 512, 64), (4, 384, 64)):
+        assert way_of(empty(*fewer)) == "descriptors"
+    assert way_of(empty(4, 512, 60)) == "pointers"
+
+
+@pytest.mark.parametrize(
+    ("major", "called"),
+    [(9, ["persistent"]), (10, ["descriptors"]), (8, ["pointers"]), (7, [])],
+)
 def test_the_way_is_taken(major: int, called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     ways: list[str] = []
 
@@ -121,8 +136,10 @@ def test_the_way_is_taken(major: int, called: list[str], monkeypatch: pytest.Mon
         symmetric_tiles_by_pointers=lambda *x: kernel("pointers", *x),
     )
     monkeypatch.setattr(shardmuon.orthogonalize, "kernels", fake, raising=False)
-    has_capability(monkeypatch, major)
-    a = random(1, 8, 8, dtype=HALF)
+    other = SimpleNamespace(symmetric_tiles=lambda *x: kernel("persistent", *x))
+    monkeypatch.setattr(shardmuon.orthogonalize, "kernels_persistent", other, raising=False)
+    has_capability(monkeypatch, major, persistent=major == 9)
+    a = random(40, 8, 8, dtype=HALF)
     symmetric_product(a, a, alpha=0.5, add=a, beta=2.0, diagonal=3.0)
     assert ways == called
 

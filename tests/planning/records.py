@@ -15,7 +15,7 @@ def rows_over(ranks: int) -> Layout:
 
 def matrix(name: str, rows: int, cols: int, layout: Layout, *, wire: str = "bfloat16") -> Matrix:
     """A matrix with the standard cost of five steps."""
-    cost = newton_schulz_flops(rows, cols, 5)
+    cost = newton_schulz_flops(rows, cols, (3, 2))
     return Matrix(name, Cut((rows, cols)), layout, wire, 2 if wire == "bfloat16" else 4, cost)
 
 

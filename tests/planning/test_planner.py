@@ -132,7 +132,7 @@ def test_report_names_owners_bytes_and_what_limits_the_plan() -> None:
     assert "own no matrix: 2" in report
     for name, owner in plan.owners().items():
         line = next(row for row in report.splitlines() if row.startswith(name))
-        assert line.split()[-4] == str(owner)
+        assert line.split()[-5] == str(owner)
 
 
 def test_an_empty_plan_reports_itself() -> None:

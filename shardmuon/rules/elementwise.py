@@ -1,0 +1,156 @@
+"""The elementwise halves of the Muon rule over many shards: one launch for all, where a GPU is.
+
+Owns which shards go together and the tables of addresses that a launch reads. What it computes is
+`MuonRule.prepare` and `MuonRule.apply`, to the bit; those remain the definition and do the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardmuon.rules.base import Commit
+
+__all__ = ["Application", "Preparation", "apply_many", "prepare_many", "takes"]
+
+_HALVES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Advance `momentum` by `gradient` and write the update into `place`, if it travels at all.
+
+    All flat or of one shape, contiguous, on one GPU.
+    """
+
+    gradient: Tensor
+    momentum: Tensor
+    place: Tensor | None
+    decay: float
+    nesterov: bool
+
+
+@dataclass(frozen=True)
+class Application:
+    """parameter <- parameter keep + update scale, in float32 and rounded once."""
+
+    parameter: Tensor
+    update: Tensor
+    keep: float
+    scale: float
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether a kernel can work on these together."""
+    return all(
+        tensor.is_cuda and tensor.dtype in _HALVES and tensor.is_contiguous() for tensor in tensors
+    ) and _has_triton(tensors[0].device)
+
+
+@functools.cache
+def _has_triton(device: torch.device) -> bool:
+    found = importlib.util.find_spec("triton") is not None
+    return found and torch.cuda.get_device_capability(device)[0] >= 8
+
+
+def prepare_many(preparations: Sequence[Preparation], commit: Commit) -> None:
+    """Run `preparations`, one launch for those of one kind."""
+    if not preparations:
+        return
+    from shardmuon.rules.elementwise_kernels import BLOCK, prepare_kernel
+
+    kinds: dict[tuple[Any, ...], list[Preparation]] = defaultdict(list)
+    for each in preparations:
+        wire = each.momentum.dtype if each.place is None else each.place.dtype
+        kind = (each.gradient.dtype, each.momentum.dtype, wire, each.decay, each.nesterov)
+        kinds[kind].append(each)
+    for (_, _, wire, _, _), same in kinds.items():
+        first = same[0]
+        sizes = tuple(each.momentum.numel() for each in same)
+        table = [
+            [each.gradient.data_ptr() for each in same],
+            [each.momentum.data_ptr() for each in same],
+            [0 if each.place is None else each.place.data_ptr() for each in same],
+        ]
+        device = first.momentum.device
+        blocks = _blocks(sizes, BLOCK, device)
+        prepare_kernel[(len(blocks),)](
+            _on(device, torch.tensor([*table, sizes])),
+            blocks,
+            _guard(commit, blocks),
+            len(same),
+            first.decay,
+            NESTEROV=first.nesterov,
+            GUARDED=commit.accepted is not None,
+            GRADIENT=_triton_type(first.gradient.dtype),
+            MOMENTUM=_triton_type(first.momentum.dtype),
+            WIRE=_triton_type(wire),
+            ALIGNED=all(address % 16 == 0 for row in table for address in row),
+            BLOCK=BLOCK,
+        )
+
+
+def apply_many(applications: Sequence[Application], commit: Commit) -> None:
+    """Run `applications`, one launch for those of one kind."""
+    if not applications:
+        return
+    from shardmuon.rules.elementwise_kernels import BLOCK, apply_kernel
+
+    kinds: dict[tuple[Any, ...], list[Application]] = defaultdict(list)
+    for each in applications:
+        kinds[each.parameter.dtype, each.update.dtype].append(each)
+    for same in kinds.values():
+        first = same[0]
+        sizes = tuple(each.parameter.numel() for each in same)
+        table = [
+            [each.parameter.data_ptr() for each in same],
+            [each.update.data_ptr() for each in same],
+        ]
+        factors = [[each.keep for each in same], [each.scale for each in same]]
+        device = first.parameter.device
+        blocks = _blocks(sizes, BLOCK, device)
+        apply_kernel[(len(blocks),)](
+            _on(device, torch.tensor([*table, sizes])),
+            _on(device, torch.tensor(factors, dtype=torch.float32)),
+            blocks,
+            _guard(commit, blocks),
+            len(same),
+            GUARDED=commit.accepted is not None,
+            PARAMETER=_triton_type(first.parameter.dtype),
+            UPDATE=_triton_type(first.update.dtype),
+            ALIGNED=all(address % 16 == 0 for row in table for address in row),
+            BLOCK=BLOCK,
+        )
+
+
+def _on(device: torch.device, table: Tensor) -> Tensor:
+    """A copy on the GPU, without waiting for it."""
+    return table.pin_memory().to(device, non_blocking=True)
+
+
+def _guard(commit: Commit, other: Tensor) -> Tensor:
+    """What a kernel reads to learn whether the step is taken; anything where it need not ask."""
+    return other if commit.accepted is None else commit.accepted
+
+
+@functools.lru_cache(maxsize=256)
+def _blocks(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
+    """int32 [blocks, 2]: the tensor that each block of a launch works on, and its number there."""
+    counts = torch.tensor([-(-size // block) for size in sizes])
+    tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    starts = torch.cumsum(counts, 0) - counts
+    numbers = torch.arange(len(tensors)) - starts[tensors]
+    return torch.stack([tensors, numbers], dim=1).to(torch.int32).to(device)
+
+
+def _triton_type(dtype: torch.dtype) -> object:
+    import triton.language as tl
+
+    return getattr(tl, {torch.float32: "float32", torch.bfloat16: "bfloat16"}.get(dtype, "float16"))

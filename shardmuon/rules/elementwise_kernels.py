@@ -1,0 +1,104 @@
+"""Triton kernels that update many tensors in one launch. Imported only where Triton and a GPU are.
+
+Owns the arithmetic, which is torch's to the bit: sums of a product are fused where torch's own
+kernels fuse them. Tensors come as addresses in a table, cut into blocks of `BLOCK` elements; block
+i of the launch works on tensor `places[2 i]`, from its block `places[2 i + 1]` on.
+"""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["BLOCK", "apply_kernel", "prepare_kernel"]
+
+BLOCK = 2048
+
+
+@triton.jit
+def _lerp(start, end, weight):
+    """torch.lerp in float32: from the nearer end."""
+    step = end - start
+    near = tl.fma(weight, step, start)
+    far = tl.fma(-step, 1.0 - weight, end)
+    return tl.where(tl.abs(weight) < 0.5, near, far)
+
+
+@triton.jit
+def _pointer(table, row, number, tensor, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Address `tensor` in a row of the table, which has `number` columns."""
+    address = tl.load(table + row * number + tensor)
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    return address.to(tl.pointer_type(TYPE))
+
+
+@triton.jit
+def _block(table, places, row, number, BLOCK: tl.constexpr):
+    """(tensor, offsets, mask) of this program; sizes are in row `row` of the table."""
+    tensor = tl.load(places + 2 * tl.program_id(0))
+    first = tl.load(places + 2 * tl.program_id(0) + 1).to(tl.int64) * BLOCK
+    offsets = first + tl.arange(0, BLOCK)
+    return tensor, offsets, offsets < tl.load(table + row * number + tensor)
+
+
+@triton.jit
+def prepare_kernel(  # noqa: PLR0913
+    table,
+    places,
+    accepted,
+    number,
+    momentum,
+    NESTEROV: tl.constexpr,
+    GUARDED: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    MOMENTUM: tl.constexpr,
+    WIRE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rows of the table: gradient, momentum, place of the update on the wire (0: none), size."""
+    tensor, offsets, mask = _block(table, places, 3, number, BLOCK)
+    gradients = _pointer(table, 0, number, tensor, GRADIENT, ALIGNED)
+    momenta = _pointer(table, 1, number, tensor, MOMENTUM, ALIGNED)
+    wire = _pointer(table, 2, number, tensor, WIRE, ALIGNED)
+    gradient = tl.load(gradients + offsets, mask).to(MOMENTUM).to(tl.float32)
+    old = tl.load(momenta + offsets, mask).to(tl.float32)
+    new = _lerp(old, gradient, 1.0 - momentum).to(MOMENTUM)
+    write = mask
+    if GUARDED:
+        write = mask & (tl.load(accepted) != 0)
+    tl.store(momenta + offsets, new, write)
+    update = new
+    if NESTEROV:
+        update = _lerp(gradient, new.to(tl.float32), momentum)
+    travels = tl.load(table + 2 * number + tensor) != 0
+    tl.store(wire + offsets, update.to(WIRE), mask & travels)
+
+
+@triton.jit
+def apply_kernel(  # noqa: PLR0913
+    table,
+    factors,
+    places,
+    accepted,
+    number,
+    GUARDED: tl.constexpr,
+    PARAMETER: tl.constexpr,
+    UPDATE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rows of the table: parameter, update, size; of `factors`: on the parameter, on the update."""
+    tensor, offsets, mask = _block(table, places, 2, number, BLOCK)
+    parameters = _pointer(table, 0, number, tensor, PARAMETER, ALIGNED)
+    updates = _pointer(table, 1, number, tensor, UPDATE, ALIGNED)
+    keep = tl.load(factors + tensor)
+    scale = tl.load(factors + number + tensor)
+    value = tl.load(parameters + offsets, mask).to(tl.float32) * keep
+    update = tl.load(updates + offsets, mask).to(tl.float32)
+    write = mask
+    if GUARDED:
+        write = mask & (tl.load(accepted) != 0)
+    tl.store(parameters + offsets, tl.fma(scale, update, value).to(PARAMETER), write)
