@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from shardmuon.checkpoint.publish import CheckpointError, candidates, read_manifest
+from shardmuon.tools.workloads import OPTIMIZERS, PACKAGES, WORKLOADS
+from shardmuon.training.load import ConfigError
 
 __all__ = ["main"]
 
@@ -23,15 +25,14 @@ DTYPES = ("float32", "bfloat16", "float16")
 def main(arguments: Sequence[str]) -> int:
     """Run what the arguments say; returns the exit code."""
     options = _parser().parse_args(arguments)
-    if options.command == "bench":
-        from shardmuon.tools import bench_ns
-
-        bench_ns.run(options.graph)
-        return 0
+    run = {"bench": _bench, "export": _export, "trace": _trace}[options.command]
     try:
-        _export(options)
+        run(options)
+    except ConfigError as error:
+        print(f"shardmuon {options.command}: error: {error}", file=sys.stderr, flush=True)
+        return 2
     except (CheckpointError, OSError) as error:
-        print(f"shardmuon export: error: {error}", file=sys.stderr, flush=True)
+        print(f"shardmuon {options.command}: error: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
 
@@ -50,11 +51,50 @@ def _parser() -> argparse.ArgumentParser:
         "--file-gb", type=_positive, default=5.0, help="largest size of a file in 10^9 bytes"
     )
     bench = commands.add_parser("bench", help="measure on this machine")
-    bench.add_argument("what", choices=("ns",), help="ns: errors and times of Newton-Schulz")
-    bench.add_argument(
-        "--graph", action="store_true", help="on GPUs, without the time that launches take"
+    kinds = bench.add_subparsers(dest="what", required=True)
+    ns = kinds.add_parser("ns", help="errors and times of Newton-Schulz")
+    ns.add_argument(
+        "--models", action="store_true", help="also time the matrices of well-known models"
     )
+    ns.add_argument(
+        "--compiled", action="store_true", help="also time the standard method under torch.compile"
+    )
+    step = kinds.add_parser("step", help="optimizer steps and whole iterations, side by side")
+    step.add_argument("model", choices=WORKLOADS)
+    step.add_argument(
+        "--optimizers", type=_optimizers, help="which, as in adamw,shardmuon; left out: all four"
+    )
+    step.add_argument("--packages", action="store_true", help="also those of other packages")
+    step.add_argument("--steps", type=_count, default=12, help="measured iterations")
+    step.add_argument("--json", type=_new_file, help="file for all numbers")
+    trace = commands.add_parser("trace", help="profile shardmuon's steps, rank by rank")
+    trace.add_argument("model", choices=WORKLOADS)
+    trace.add_argument("--folder", type=Path, default=Path("trace"), help="for traces and picture")
+    trace.add_argument("--steps", type=_count, default=3, help="profiled iterations")
     return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+def _optimizers(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in (*OPTIMIZERS, *PACKAGES):
+            known = ", ".join((*OPTIMIZERS, *PACKAGES))
+            raise argparse.ArgumentTypeError(f"got {name!r}, expected names among {known}")
+    return names
+
+
+def _new_file(text: str) -> Path:
+    path = Path(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    return path
 
 
 def _positive(text: str) -> float:
@@ -62,6 +102,24 @@ def _positive(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
     return value
+
+
+def _bench(options: argparse.Namespace) -> None:
+    from shardmuon.tools import bench_ns, bench_step
+
+    if options.what == "ns":
+        bench_ns.run(options.models, options.compiled)
+        return
+    names = options.optimizers or OPTIMIZERS
+    if options.packages:
+        names = (*names, *(name for name in PACKAGES if name not in names))
+    bench_step.run(options.model, names, options.steps, options.json)
+
+
+def _trace(options: argparse.Namespace) -> None:
+    from shardmuon.tools import trace
+
+    trace.run(options.model, options.folder, options.steps)
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -1,0 +1,236 @@
+"""`python -m shardmuon bench step`: optimizer steps and whole iterations, side by side.
+
+Owns what is measured and how it is shown. Every optimizer gets a model of its own, made anew with
+the same seed; times are medians on each rank, and the largest over ranks counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardmuon.exchange import collectives
+from shardmuon.muon import Muon
+from shardmuon.planning.report import table
+from shardmuon.tools.profiling import record
+from shardmuon.tools.subjects import Subject, Unfit, make_optimizers, make_subject
+from shardmuon.tools.workloads import WORKLOADS, Workload
+from shardmuon.training import place
+from shardmuon.training.config import Mesh
+from shardmuon.training.place import Place
+
+__all__ = ["Measured", "run", "summary"]
+
+FIRST = 3
+HEADER = ("optimizer", "step ms", "iteration ms", "peak GB", "first 3, s", "exposed", "imbalance")
+NOTES = {
+    "vanilla": "torch.optim.Muon on the DTensors as they are",
+    "owner": "all matrices in one bucket, so that nothing hides the exchange",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One optimizer: the largest values over ranks; None: not measured here.
+
+    first_steps_s: the optimizer made and the first three iterations with it. peak_gb: 10^9 bytes
+    that torch had allocated at once. exposed: share of a step in which only communication ran.
+    imbalance: of the plan.
+    """
+
+    step_ms: float
+    iteration_ms: float | None
+    peak_gb: float | None
+    first_steps_s: float
+    exposed: float | None
+    imbalance: float | None
+
+
+def run(model: str, names: Sequence[str], steps: int, file: Path | None) -> None:
+    """Measure the optimizers called `names` on the workload `model` and print a table. Collective.
+
+    steps: measured iterations after three that are not. file: where to write all numbers as JSON.
+    """
+    here = place.start(Mesh(), place.choose_device(Mesh()))
+    workload = WORKLOADS[model]
+    say = print if here.first else _silent
+    title = _title(model, workload, here)
+    say(title)
+    found: dict[str, Measured] = {}
+    for name in names:
+        result = _measure_or_skip(name, workload, here, steps)
+        if isinstance(result, Measured):
+            found[name] = result
+            note = f" ({NOTES[name]})" if name in NOTES else ""
+            say(f"measured {name}{note}", flush=True)
+        else:
+            say(f"skipped {name}: {result}", flush=True)
+    lines = summary(found)
+    say("\n" + "\n".join([*table(HEADER, _rows(found)), "", *lines]))
+    if file is not None and here.first:
+        results = {name: asdict(each) for name, each in found.items()}
+        tree = {"model": model, "title": title, "ranks": here.ranks, "steps": steps}
+        tree |= {"torch": torch.__version__, "optimizers": results, "summary": lines}
+        file.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+    collectives.barrier()
+    collectives.stop()
+
+
+def _silent(*_: object, **__: object) -> None:
+    pass
+
+
+def _title(model: str, workload: Workload, here: Place) -> str:
+    cuda = here.device.type == "cuda"
+    where = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s)"
+    batch = f"{workload.sequences} x {workload.tokens} tokens a rank"
+    batch = batch if workload.trains else "parameters with made-up gradients"
+    return f"{model}, {batch}, {here.ranks} rank(s) on {where}, torch {torch.__version__}"
+
+
+def _measure_or_skip(name: str, workload: Workload, here: Place, steps: int) -> Measured | str:
+    """What was measured, or why nothing was. Another package may fail in any way, on all ranks."""
+    try:
+        result: Measured | str = _measure(name, workload, here, steps)
+    except Unfit as error:
+        result = str(error)
+    except Exception as error:
+        if name in ("shardmuon", "owner"):
+            raise
+        traceback.print_exc()
+        result = f"{type(error).__name__}: {error}".splitlines()[0]
+    gc.collect()
+    if here.device.type == "cuda":
+        torch.cuda.empty_cache()
+    ranks: list[Measured | str] = collectives.gather_objects(result)
+    texts = [each for each in ranks if isinstance(each, str)]
+    return texts[0] if texts else _largest([each for each in ranks if isinstance(each, Measured)])
+
+
+def _largest(ranks: Sequence[Measured]) -> Measured:
+    """The largest value of each field over ranks."""
+    trees = [asdict(each) for each in ranks]
+    values: dict[str, Any] = {}
+    for key in trees[0]:
+        there = [tree[key] for tree in trees if tree[key] is not None]
+        values[key] = max(there, default=None)
+    return Measured(**values)
+
+
+def _measure(name: str, workload: Workload, here: Place, steps: int) -> Measured:
+    """One optimizer on this rank, on a model of its own."""
+    clock = _Clock(here.device)
+    if clock.cuda:
+        torch.cuda.reset_peak_memory_stats()
+    subject = make_subject(workload, here)
+    subject.backward()  # libraries and process groups start here, at no optimizer's expense
+    clock.settle()
+    begin = time.perf_counter()
+    subject.optimizers = make_optimizers(name, subject)
+    for _ in range(FIRST):
+        subject.iterate()
+    clock.settle()
+    first = time.perf_counter() - begin
+    times = [_marked(clock, subject.iterate) for _ in range(steps)]
+    clock.settle()
+    peak = torch.cuda.max_memory_allocated() / 1e9 if clock.cuda else None
+    return Measured(
+        step_ms=statistics.median(clock.between(marks[1], marks[2]) for marks in times),
+        iteration_ms=statistics.median(clock.between(marks[0], marks[2]) for marks in times)
+        if workload.trains
+        else None,
+        peak_gb=peak,
+        first_steps_s=first,
+        exposed=_exposed(subject),
+        imbalance=next((o.plan.imbalance for o in subject.optimizers if isinstance(o, Muon)), None),
+    )
+
+
+def _exposed(subject: Subject) -> float | None:
+    """Share of one profiled step; None if the host's trace cannot tell waiting from computing."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = record(subject, 1, Path(folder) / "trace.json.gz")
+    return found.summary().exposed_share if found.phased or not found.on_host else None
+
+
+class _Clock:
+    """Instants of the GPU's stream, or of the host without a GPU.
+
+    Nothing waits between iterations, as in training, so the host may run ahead of the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+
+    def now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, begin: Any, end: Any) -> float:
+        """Milliseconds; on a GPU only after `settle`."""
+        return float(begin.elapsed_time(end)) if self.cuda else (end - begin) * 1e3
+
+    def settle(self) -> None:
+        """Wait for the GPU and for the other ranks."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        collectives.barrier()
+
+
+def _marked(clock: _Clock, iterate: Callable[[Callable[[], object]], None]) -> list[Any]:
+    """The instants before, between and after backward and step of one iteration."""
+    marks: list[Any] = []
+    iterate(lambda: marks.append(clock.now()))
+    return marks
+
+
+def _rows(found: dict[str, Measured]) -> list[tuple[str, ...]]:
+    return [
+        (
+            name,
+            f"{each.step_ms:.1f}",
+            _text(each.iteration_ms, ".1f"),
+            _text(each.peak_gb, ".1f"),
+            f"{each.first_steps_s:.1f}",
+            _text(each.exposed, ".1%"),
+            _text(each.imbalance, ".3f"),
+        )
+        for name, each in found.items()
+    ]
+
+
+def _text(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def summary(found: dict[str, Measured]) -> list[str]:
+    """shardmuon against vanilla and against AdamW, in two lines; '-' where one was not measured."""
+    ours, vanilla, adamw = (found.get(name) for name in ("shardmuon", "vanilla", "adamw"))
+    step = None if ours is None or vanilla is None else vanilla.step_ms / ours.step_ms
+    overhead = _iterations(ours, adamw)
+    return [
+        f"shardmuon over vanilla: step {_text(step, '.2f')} times as fast, "
+        f"iteration {_text(_iterations(vanilla, ours), '.2f')} times as fast",
+        "iteration with shardmuon over AdamW's: "
+        + _text(None if overhead is None else overhead - 1, "+.1%"),
+    ]
+
+
+def _iterations(a: Measured | None, b: Measured | None) -> float | None:
+    """Iteration time of `a` over that of `b`."""
+    if a is None or b is None or a.iteration_ms is None or b.iteration_ms is None:
+        return None
+    return a.iteration_ms / b.iteration_ms
