@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.orthogonalize.coefficients import Schedule
-from shardmuon.orthogonalize.products import symmetric_product
+from shardmuon.orthogonalize.products import scaled, symmetric_product
 
 __all__ = ["METHODS", "iteration_dtype", "newton_schulz"]
 
@@ -40,7 +40,7 @@ def newton_schulz(
     each eps; on a GPU none is, because the host would have to wait for the norm.
     dtype: of the result, and of the iteration under "standard"; other methods iterate in float16 on
     a GPU and in float32 (float64 if asked for) on a CPU, see `iteration_dtype`.
-    Returns a tensor of the same shape in `dtype`, column-major where rows > cols.
+    Returns a tensor of the same shape in `dtype`; with "standard" column-major where rows > cols.
 
     x is transposed if tall, divided by its Frobenius norm (at least `eps`) times the schedule's
     margin, then for each triple A = x x^T, x <- a x + (b A + c A A) x. With an eps the cast comes
@@ -51,15 +51,14 @@ def newton_schulz(
     """
     tall = matrix.size(-2) > matrix.size(-1)
     inner = iteration_dtype(schedule, method, dtype, matrix.device)
-    x = _unit(matrix, schedule.margin, eps, dtype, inner)
-    x = x.mT if tall else x
     if method == "standard":
-        x = _standard(x, schedule)
-    elif method == "symmetric":
-        x = _symmetric(x, schedule)
-    else:
-        x = _gram(x, schedule)
-    return (x.mT if tall else x).to(dtype)
+        x = _unit(matrix, schedule.margin, eps, dtype)
+        return _standard(x.mT, schedule).mT if tall else _standard(x, schedule)
+    batch = matrix if matrix.ndim == 3 else matrix[None]
+    batch, factors = _factors(batch, schedule.margin, eps)
+    x = scaled(batch.mT if tall else batch, factors, inner)
+    x = _gram(x, schedule, tall) if method == "gram" else _symmetric(x, schedule, tall)
+    return scaled(x, None, dtype).view(matrix.shape)
 
 
 def iteration_dtype(
@@ -77,34 +76,38 @@ def iteration_dtype(
     return torch.float32 if method == "gram" and inner not in schedule.gram_dtypes else inner
 
 
-def _unit(
-    matrix: Tensor, margin: float, eps: float | None, dtype: torch.dtype, inner: torch.dtype
-) -> Tensor:
-    """A copy divided by its norm, in `inner`."""
-    dims = None if matrix.ndim == 2 else (-2, -1)
-    if eps is not None and inner == dtype != torch.float16:
-        x = matrix.to(dtype, copy=True)
-        norm = x.norm() if dims is None else x.norm(dim=dims, keepdim=True)
-        scaled: Tensor = norm * margin if margin != 1.0 else norm
-        _warn_below(eps, scaled, x)
-        x.div_(scaled.clamp(min=eps))
-        return x
-    if not matrix.numel():
-        return matrix.to(inner)
-    # One pass reads, one pass writes: large matrices are not copied in float32.
-    norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True, dtype=_wide(matrix.dtype))
-    if eps is None:
-        # Divided by the largest magnitude first, squares can neither overflow nor vanish.
-        largest = torch.linalg.vector_norm(matrix, float("inf"), dim=(-2, -1), keepdim=True)
-        largest = torch.where(largest > 0, largest, 1.0).to(norm.dtype)
-        matrix = matrix / largest
-        norm = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True, dtype=norm.dtype)
-        divisor = torch.where(norm > 0, norm * margin, 1.0)
-    else:
-        _warn_below(eps, norm * margin, matrix)
-        divisor = (norm * margin).clamp(min=eps)
-    out = torch.empty(matrix.shape, dtype=inner, device=matrix.device)
-    return torch.mul(matrix, divisor.reciprocal(), out=out)
+def _unit(matrix: Tensor, margin: float, eps: float | None, dtype: torch.dtype) -> Tensor:
+    """A copy in `dtype` divided by its norm, by torch's calls where there is an eps."""
+    if eps is None or dtype == torch.float16:
+        batch, factors = _factors(matrix if matrix.ndim == 3 else matrix[None], margin, eps)
+        return scaled(batch, factors, dtype).view(matrix.shape)
+    x = matrix.to(dtype, copy=True)
+    norm = x.norm() if matrix.ndim == 2 else x.norm(dim=(-2, -1), keepdim=True)
+    divisor: Tensor = norm * margin if margin != 1.0 else norm
+    _warn_below(eps, divisor, x)
+    x.div_(divisor.clamp(min=eps))
+    return x
+
+
+def _factors(batch: Tensor, margin: float, eps: float | None) -> tuple[Tensor, Tensor]:
+    """(`batch` in the range of its dtype, [n, 1, 1] by which to multiply it). Without overflow."""
+    wide = batch.dtype if batch.dtype == torch.float64 else torch.float32
+
+    def norms(x: Tensor) -> Tensor:
+        out: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide)
+        return out
+
+    if not batch.numel():
+        return batch, batch.new_ones(len(batch), 1, 1, dtype=wide)
+    if eps is not None:
+        divisor = norms(batch) * margin
+        _warn_below(eps, divisor, batch)
+        return batch, divisor.clamp(min=eps).reciprocal()
+    # Divided by the largest magnitude first, squares can neither overflow nor vanish.
+    largest = torch.linalg.vector_norm(batch, float("inf"), dim=(-2, -1), keepdim=True)
+    batch = batch / torch.where(largest > 0, largest, 1.0).to(wide)
+    norm = norms(batch)
+    return batch, torch.where(norm > 0, norm * margin, 1.0).reciprocal()
 
 
 def _warn_below(eps: float, norms: Tensor, x: Tensor) -> None:
@@ -125,10 +128,6 @@ def _warn_once(eps: float) -> None:
     )
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype == torch.float64 else torch.float32
-
-
 def _standard(x: Tensor, schedule: Schedule) -> Tensor:
     for a, b, c in schedule.triples:
         if x.ndim == 2:
@@ -142,30 +141,37 @@ def _standard(x: Tensor, schedule: Schedule) -> Tensor:
     return x
 
 
-def _symmetric(x: Tensor, schedule: Schedule) -> Tensor:
-    batch = (x if x.ndim == 3 else x[None]).contiguous()
-    for a, b, c in schedule.triples:
-        gram = symmetric_product(batch, batch)
+def _symmetric(x: Tensor, schedule: Schedule, turn: bool) -> Tensor:
+    """x: [n, rows, cols]. turn: return the transposed matrices, contiguous."""
+    last = len(schedule.triples) - 1
+    for number, (a, b, c) in enumerate(schedule.triples):
+        gram = symmetric_product(x, x)
         polynomial = symmetric_product(gram, gram, alpha=c, add=gram, beta=b, diagonal=a)
-        batch = torch.bmm(polynomial, batch)
-    return batch.view(x.shape)
+        x = _product(polynomial, x, turn and number == last)
+    return x
 
 
-def _gram(x: Tensor, schedule: Schedule) -> Tensor:
+def _gram(x: Tensor, schedule: Schedule, turn: bool) -> Tensor:
     """With R = x x^T each step is x <- P x, P = a + b R + c R R, and then R <- P R P.
 
     P and R are polynomials of the same matrix, so they commute and all products are symmetric. The
     factors of a segment are collected in Q and reach x at its end, where R is computed anew: the
-    error of R grows with every step, and what is small in x was lost in Q.
+    error of R grows with every step, and what is small in x was lost in Q. turn: as `_symmetric`.
     """
-    batch = (x if x.ndim == 3 else x[None]).contiguous()
-    for segment in schedule.parts():
-        r = symmetric_product(batch, batch)
+    parts = schedule.parts()
+    for part, segment in enumerate(parts):
+        r = symmetric_product(x, x)
         q: Tensor | None = None
         for number, (a, b, c) in enumerate(segment):
             p = symmetric_product(r, r, alpha=c, add=r, beta=b, diagonal=a)
             q = p if q is None else symmetric_product(p, q)
             if number + 1 < len(segment):
                 r = symmetric_product(symmetric_product(p, r), p)
-        batch = torch.bmm(q, batch) if q is not None else batch
-    return batch.view(x.shape)
+        assert q is not None
+        x = _product(q, x, turn and part + 1 == len(parts))
+    return x
+
+
+def _product(symmetric: Tensor, x: Tensor, turn: bool) -> Tensor:
+    """symmetric x, or its transpose: the last product of tall matrices brings them back at once."""
+    return torch.bmm(x.mT, symmetric.mT) if turn else torch.bmm(symmetric, x)

@@ -1,6 +1,6 @@
-"""Products of matrices whose result is known to be symmetric.
+"""Products of matrices whose result is known to be symmetric, and copies of matrices.
 
-Owns which of four ways computes them: kernels that compute one half and write both (persistent,
+Owns which of four ways computes products: kernels that compute one half and write both (persistent,
 with tensor descriptors, or with pointers), or torch. Kernels need Triton, which comes with CUDA
 builds of torch, and are imported when first used.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["KERNEL_VERSION", "symmetric_product", "way_of"]
+__all__ = ["KERNEL_VERSION", "scaled", "symmetric_product", "way_of"]
 
 KERNEL_VERSION = 2  # raised with every change of the kernel's speed: old measurements are then void
 
@@ -61,6 +61,25 @@ def symmetric_product(
     if diagonal:
         out.diagonal(dim1=-2, dim2=-1).add_(diagonal)
     return out
+
+
+def scaled(x: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [n, r, c] of any strides times factors [n, 1, 1], contiguous and in `dtype`.
+
+    Multiplied in float32 at least and rounded once. May return x itself where nothing changes.
+    """
+    if factors is None and x.dtype == dtype:
+        return x.contiguous()
+    halves = (torch.float32, torch.float16, torch.bfloat16)
+    if x.numel() and x.dtype in halves and dtype in halves and _chip(x.device).major >= 8:
+        from shardmuon.orthogonalize.copy_kernels import scaled_copy
+
+        with torch.cuda.device_of(x):
+            return scaled_copy(x, factors, dtype)
+    if factors is None:
+        return x.to(dtype).contiguous()
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return torch.mul(x, factors, out=out)
 
 
 def way_of(*operands: Tensor) -> str:

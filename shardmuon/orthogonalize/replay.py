@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +27,14 @@ Key = tuple[object, ...]
 
 
 class Replay:
-    """`run` on inputs like `example`, captured. The results of a call are fresh tensors."""
+    """`run` on inputs like `example`, captured. The results of a call are fresh tensors.
 
-    def __init__(self, run: Callable[[Tensor], Tensor], example: Tensor) -> None:
+    beside: a graph that never runs at the same time, whose memory this one may use between calls.
+    """
+
+    def __init__(
+        self, run: Callable[[Tensor], Tensor], example: Tensor, beside: Replay | None = None
+    ) -> None:
         self._input = example.clone(memory_format=torch.contiguous_format)
         side = torch.cuda.Stream(example.device)
         side.wait_stream(torch.cuda.current_stream(example.device))
@@ -39,7 +43,8 @@ class Replay:
         torch.cuda.current_stream(example.device).wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         # Other threads, such as NCCL's watchdog, may go on calling CUDA meanwhile.
-        with torch.cuda.graph(self._graph, pool=_pool(), capture_error_mode="thread_local"):
+        pool = beside._graph.pool() if beside else None
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._output = run(self._input)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -54,14 +59,6 @@ class Replay:
 
 
 _replays: OrderedDict[Key, Replay] = OrderedDict()
-_pools: list[Any] = []
-
-
-def _pool() -> Any:
-    """One pool for all graphs: they run one after the other, and keep nothing but their results."""
-    if not _pools:
-        _pools.append(torch.cuda.graph_pool_handle())
-    return _pools[0]
 
 
 def pays(x: Tensor) -> bool:
@@ -91,7 +88,7 @@ def warm_up(example: Tensor, schedule: Schedule, eps: float | None, method: str)
     if not pays(example):
         run(example)
         return
-    _replays[key] = Replay(run, example)
+    _replays[key] = Replay(run, example, next(iter(_replays.values()), None))
     while sum(replay.nbytes for replay in _replays.values()) > MOST_BYTES:
         _replays.popitem(last=False)
 

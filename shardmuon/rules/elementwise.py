@@ -87,6 +87,7 @@ def prepare_many(preparations: Sequence[Preparation], commit: Commit) -> None:
             _guard(commit, blocks),
             len(same),
             first.decay,
+            1 - first.decay,
             NESTEROV=first.nesterov,
             GUARDED=commit.accepted is not None,
             GRADIENT=_triton_type(first.gradient.dtype),
@@ -132,7 +133,7 @@ def apply_many(applications: Sequence[Application], commit: Commit) -> None:
 
 def _on(device: torch.device, table: Tensor) -> Tensor:
     """A copy on the GPU, without waiting for it."""
-    return table.pin_memory().to(device, non_blocking=True)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def _guard(commit: Commit, other: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ def prepare_kernel(  # noqa: PLR0913
     accepted,
     number,
     momentum,
+    weight,
     NESTEROV: tl.constexpr,
     GUARDED: tl.constexpr,
     GRADIENT: tl.constexpr,
@@ -58,14 +59,17 @@ def prepare_kernel(  # noqa: PLR0913
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rows of the table: gradient, momentum, place of the update on the wire (0: none), size."""
+    """Rows of the table: gradient, momentum, place of the update on the wire (0: none), size.
+
+    weight: 1 - momentum, subtracted in double precision as torch is given it.
+    """
     tensor, offsets, mask = _block(table, places, 3, number, BLOCK)
     gradients = _pointer(table, 0, number, tensor, GRADIENT, ALIGNED)
     momenta = _pointer(table, 1, number, tensor, MOMENTUM, ALIGNED)
     wire = _pointer(table, 2, number, tensor, WIRE, ALIGNED)
     gradient = tl.load(gradients + offsets, mask).to(MOMENTUM).to(tl.float32)
     old = tl.load(momenta + offsets, mask).to(tl.float32)
-    new = _lerp(old, gradient, 1.0 - momentum).to(MOMENTUM)
+    new = _lerp(old, gradient, weight).to(MOMENTUM)
     write = mask
     if GUARDED:
         write = mask & (tl.load(accepted) != 0)

@@ -110,7 +110,8 @@ def _print_times(
     for n, r, k in shapes:
         inputs = [torch.randn(n, r, k, device=device).to(dtype) for _ in range(2)]
         calls: list[Call] = [_as_run(partial(_orthogonalize, m), inputs[0]) for m in METHODS]
-        calls += [torch.compile(partial(_orthogonalize, "standard"), dynamic=False)] * compiled
+        if compiled:
+            calls.append(torch.compile(partial(_orthogonalize, "standard"), dynamic=False))
         times = _take_turns(calls, inputs)
         work = n * newton_schulz_flops(r, k, segments) / 1e9
         taken = fastest(dict(zip(METHODS, times, strict=False)))

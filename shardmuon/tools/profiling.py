@@ -32,6 +32,7 @@ def record(subject: Subject, steps: int, path: Path) -> timeline.Timeline:
     with profile(
         activities=activities,
         schedule=schedule(wait=0, warmup=1, active=steps, repeat=1),
+        acc_events=True,  # else some versions warn that they keep one cycle, which is all there is
         on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
     ) as profiler:
         for _ in range(1 + steps):

@@ -27,9 +27,7 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int, shifted: bool)
     return part.view(shape)
 
 
-def shards(
-    parameter: torch.dtype, momentum: torch.dtype, shifted: bool, **group: Any
-) -> list[Shard]:
+def shards(parameter: torch.dtype, buffer: torch.dtype, shifted: bool, **group: Any) -> list[Shard]:
     settings = {
         "lr": 0.02,
         "weight_decay": 0.1,
@@ -42,7 +40,7 @@ def shards(
         Shard(
             tensor(shape, parameter, 3 * i, shifted),
             tensor(shape, parameter, 3 * i + 1, shifted),
-            {"momentum_buffer": tensor(shape, momentum, 3 * i + 2, shifted)},
+            {"momentum_buffer": tensor(shape, buffer, 3 * i + 2, shifted)},
             {**settings, "lr": 0.02 * (1 + i % 2)},
             *shape,
         )
@@ -90,7 +88,8 @@ def test_bits_are_those_of_one_by_one(
             if word is False:
                 assert all(torch.equal(a, b) for a, b in zip(ours[1:], before, strict=True))
             else:
-                assert not any(torch.equal(a, b) for a, b in zip(ours[1:], before, strict=True))
+                large = [pair for pair in zip(ours[1:], before, strict=True) if len(pair[0]) > 1]
+                assert not any(torch.equal(a, b) for a, b in large)
 
 
 def test_a_refused_step_keeps_nan_out() -> None:

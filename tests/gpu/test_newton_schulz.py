@@ -122,6 +122,7 @@ def test_edges_are_finite_and_zero_stays_zero(method: str) -> None:
             assert not newton_schulz(zero, schedule, eps, torch.bfloat16, method).any()
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("eps", [None, 1e-7])
 def test_the_host_never_waits_even_below_eps(eps: float | None, method: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardmuon.orthogonalize.products import symmetric_product, way_of
+from shardmuon.orthogonalize.products import scaled, symmetric_product, way_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -134,3 +134,17 @@ def test_offsets_beyond_32_bits(r: int) -> None:
         right = a[z].double() @ a[z].double().T
         torch.testing.assert_close(once[z].double(), right, rtol=2**-10, atol=1e-4)
         torch.testing.assert_close(twice[z].double(), 2 * right, rtol=2**-9, atol=1e-4)
+
+
+@pytest.mark.parametrize("source", [torch.float32, *HALF])
+@pytest.mark.parametrize("target", [torch.float32, *HALF])
+def test_scaled_copies_round_once(source: torch.dtype, target: torch.dtype) -> None:
+    for shape in ((1, 1, 1), (3, 65, 200), (2, 64, 64), (5, 8, 1000)):
+        x = random(*shape, dtype=source)
+        factors = random(shape[0], 1, 1, dtype=torch.float32)
+        for operand in (x, x.mT, x[:, ::2], x[:, :, 1:]):
+            right = (operand.float() * factors).to(target)
+            out = scaled(operand, factors, target)
+            assert out.is_contiguous()
+            assert torch.equal(out, right)
+            assert torch.equal(scaled(operand, None, target), operand.to(target))

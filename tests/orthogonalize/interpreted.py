@@ -1,4 +1,4 @@
-"""Kernels of symmetric products on a CPU, by Triton's interpreter: `python -m` runs all cases.
+"""Triton kernels on a CPU, by Triton's interpreter: `python -m` runs all cases.
 
 In a process of its own, because TRITON_INTERPRET changes Triton for the whole process and must be
 set before Triton is imported. Memory is full of NaN before it is written: what a kernel leaves out
@@ -16,7 +16,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardmuon.orthogonalize import kernels
+from shardmuon.orthogonalize import copy_kernels, kernels
+from shardmuon.rules import elementwise
+from shardmuon.rules.base import Commit, Shard, UpdateRule
+from shardmuon.rules.muon import MuonRule
 
 Tiles = Callable[[Tensor, Tensor, float, Tensor | None, float, float], Tensor]
 DESCRIPTORS: Tiles = kernels.symmetric_tiles
@@ -36,7 +39,61 @@ def main() -> None:
     check_strides()
     check_two_operands()
     check_far_offsets()
+    check_copies()
+    check_elementwise()
     print("all right")
+
+
+def check_copies() -> None:
+    """Scaled, rounded once, and turned."""
+    x, factors = random(2, 65, 130), torch.randn(2, 1, 1)
+    for operand in (x, x.mT, x[:, ::2, 3:], x.float()):
+        out = copy_kernels.scaled_copy(operand, factors, torch.float16)
+        assert torch.equal(out, (operand.float() * factors).half())
+        assert torch.equal(copy_kernels.scaled_copy(operand, None, torch.float32), operand.float())
+
+
+def check_elementwise() -> None:
+    """What one launch does to many shards is what the rule does to one, but for fused rounding."""
+    sizes = (1, 5, 3000, 4096)
+    for word in (None, True, False):
+        commit = Commit(None if word is None else torch.tensor(word))
+        for nesterov in (True, False):
+            gradients, momenta, parameters = ([torch.randn(s) for s in sizes] for _ in range(3))
+            group = {
+                "momentum": 0.95,
+                "nesterov": nesterov,
+                "lr": 0.1,
+                "weight_decay": 0.5,
+                "adjust_lr_fn": None,
+            }
+            shards = [
+                Shard(p.clone()[None], g[None], {"momentum_buffer": m.clone()[None]}, group, 1, 1)
+                for p, g, m in zip(parameters, gradients, momenta, strict=True)
+            ]
+            places = [torch.zeros(size) for size in sizes]
+            updates = [torch.randn(size) for size in sizes]
+            UpdateRule.prepare_all(MuonRule(), shards, places, commit)
+            UpdateRule.apply_all(MuonRule(), shards, updates, [None] * 4, commit)
+            ours = [torch.zeros(size) for size in sizes[:3]]
+            elementwise.prepare_many(
+                [
+                    elementwise.Preparation(g, m, place, 0.95, nesterov)
+                    for g, m, place in zip(gradients, momenta, (*ours, None), strict=True)
+                ],
+                commit,
+            )
+            elementwise.apply_many(
+                [
+                    elementwise.Application(p, u, 0.95, -0.1)
+                    for p, u in zip(parameters, updates, strict=True)
+                ],
+                commit,
+            )
+            right = [*places[:3], *(s.parameter[0] for s in shards)]
+            right += [s.state["momentum_buffer"][0] for s in shards]
+            for mine, theirs in zip((*ours, *parameters, *momenta), right, strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
 def random(*shape: int) -> Tensor:
