@@ -31,15 +31,11 @@ from shardmuon.entries import (
 )
 from shardmuon.exchange import collectives
 from shardmuon.exchange.agreement import Agreed, Agreement, MeshPart
-from shardmuon.exchange.blocks import (
-    local,
-    matrix_view,
-)
+from shardmuon.exchange.blocks import BlockView, local
 from shardmuon.exchange.pipeline import Member, Passage, Tally, Transit, run_buckets
 from shardmuon.exchange.replicas import differing_replicas
 from shardmuon.groups import ADAMW
 from shardmuon.methods import Methods, is_open
-from shardmuon.planning.layout import Box
 from shardmuon.planning.matrix import AUTO, Matrix
 from shardmuon.planning.plan import Plan
 from shardmuon.planning.planner import make_plan
@@ -70,10 +66,10 @@ class StepStats:
 
 @dataclass(frozen=True)
 class Home:
-    """Where a matrix lies on this rank: index of its parameter's entry, and that one's box."""
+    """Where a matrix lies on this rank: index of its parameter's entry, and its place there."""
 
     entry: int
-    box: Box
+    view: BlockView
 
 
 @dataclass(frozen=True)
@@ -152,15 +148,16 @@ class Engine:
         All ranks of a mesh have the same ones open, or the comparison raises on all.
         """
         prepared = self._prepare_or_refuse(entries)
+        if self._warm is prepared:
+            return prepared
         matrices = [matrix for matrix, _ in prepared.plan]
         if is_open(matrices):
             self._agreement.compare(prepared.plan, prepared.parts)
             self._methods.choose(matrices, prepared.parts)
             self._prepared = None
             prepared = self._prepare_or_refuse(entries)
-        if self._warm is not prepared:
-            self._warm_up(prepared, entries)
-            self._warm = prepared
+        self._warm_up(prepared, entries)
+        self._warm = prepared
         return prepared
 
     def _warm_up(self, prepared: Prepared, entries: Sequence[Entry]) -> None:
@@ -181,7 +178,9 @@ class Engine:
 
     def _prepare_locally(self, entries: Sequence[Entry]) -> Prepared:
         """The plan for these tensors, a new one if there is none. No collective."""
-        key = tuple((e.fqn, e.mesh, structure_of(e.group)) for e in entries)
+        structures = {id(e.group): e.group for e in entries}
+        kinds = {number: structure_of(group) for number, group in structures.items()}
+        key = tuple((e.fqn, e.mesh, kinds[id(e.group)]) for e in entries)
         old = self._prepared
         if (
             old is not None
@@ -199,7 +198,7 @@ class Engine:
             for matrix in matrices_of(entry):
                 coordinate = entry.mesh.coordinates[collectives.rank()]
                 box = matrix.layout.box(matrix.cut.shape, coordinate)
-                homes[matrix.id] = Home(index, box)
+                homes[matrix.id] = Home(index, BlockView(matrix.cut, box))
                 found.append(matrix)
         runtime = self.runtime
         if runtime.deterministic:
@@ -250,8 +249,10 @@ class Engine:
             )
 
     def _warn_of_no_gradients(self, entries: Sequence[Entry], agreed: Agreed) -> None:
+        if self._has_stepped:
+            return
         gradients = [agreed.gradients[e.fqn] for e in entries if local(e.parameter).numel()]
-        if not self._has_stepped and gradients and all(each is None for each in gradients):
+        if gradients and all(each is None for each in gradients):
             warnings.warn(
                 "the first step found no gradient on any parameter; an optimizer that was built"
                 " before fully_shard holds parameters that the model no longer uses",
@@ -331,10 +332,7 @@ class _Step:
         home = self.homes[matrix.id]
         entry = self.entries[home.entry]
         missing, gradient = self._gradient(entry)
-
-        def view(tensor: Tensor) -> Tensor:
-            return matrix_view(tensor, matrix.cut, home.box)
-
+        view = home.view.of
         shard = Shard(
             view(local(entry.parameter)),
             view(gradient),

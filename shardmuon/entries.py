@@ -132,7 +132,18 @@ def mesh_parts(plan: Plan | None, entries: Sequence[Entry]) -> tuple[MeshPart, .
         first = by_mesh[mesh][fqns[0]]
         axes = [axis for axis, size in enumerate(mesh.shape) if size > 1]
         groups = [first.device_mesh.get_group(a) for a in axes] if first.device_mesh else []
-        parts.append(MeshPart(mesh, fqns, digest, tuple(groups), compute_device(first)))
+        held = {fqn: local(entry.parameter) for fqn, entry in by_mesh[mesh].items()}
+        parts.append(
+            MeshPart(
+                mesh,
+                fqns,
+                digest,
+                tuple(groups),
+                compute_device(first),
+                empty=frozenset(fqn for fqn, tensor in held.items() if not tensor.numel()),
+                on_gpu=all(tensor.is_cuda for tensor in held.values()),
+            )
+        )
     return tuple(parts)
 
 

@@ -38,7 +38,7 @@ class Runtime:
     """
 
     exchange: Exchange = "auto"
-    bucket_bytes: int = 64 * 2**20
+    bucket_bytes: int = 256 * 2**20
     deterministic: bool = False
     missing_grad: MissingGrad = "error"
     nonfinite: NonFinite = "error"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.exchange import collectives
-from shardmuon.exchange.blocks import local, local_gradient
+from shardmuon.exchange.blocks import local_gradient
 from shardmuon.exchange.header import (
     ERROR,
     GOOD,
@@ -55,7 +55,8 @@ class MeshPart:
     """What the ranks of one mesh must agree on.
 
     fqns: trainable parameters, sorted. groups: process group of each axis of size above 1.
-    device: where this rank's tensors of the mesh lie, and so the header.
+    device: where this rank's tensors of the mesh are worked on, and so the header. empty: FQNs of
+    which this rank holds nothing. on_gpu: all its tensors lie on a GPU.
     """
 
     mesh: Mesh
@@ -63,6 +64,8 @@ class MeshPart:
     digest: str
     groups: tuple[collectives.Group, ...]
     device: torch.device
+    empty: frozenset[str]
+    on_gpu: bool
 
 
 @dataclass(frozen=True)
@@ -113,18 +116,16 @@ class Agreement:
         # A rank may have made its plan before, alone, to look at it: what counts is the proof.
         is_new = plan is not self._proven
         gradients, fault = _read_gradients(entries)
-        parameters = {entry.fqn: entry.parameter for entry in entries}
         # Tensors on the host cannot wait for the device's word.
-        devices = {local(parameter).device.type for parameter in parameters.values()}
-        on_host = is_new or devices != {"cuda"}
-        statements = [self._statement(part, gradients, parameters, fault) for part in parts]
+        on_host = is_new or not all(part.on_gpu for part in parts)
+        statements = [self._statement(part, gradients, fault) for part in parts]
         heard = self._hear(parts, statements, fault, look=on_host)
         if on_host:
             on_cpu = not any(each.header.is_cuda for each in heard)
             agreed = self._on_host(plan if on_cpu else None, heard, gradients)
             self._proven = plan
             return agreed
-        return self._on_device(heard, gradients, parameters)
+        return self._on_device(heard, gradients)
 
     def refuse(self, parts: Sequence[MeshPart], fault: str) -> NoReturn:
         """Tell the other ranks that this one has no plan, and raise like them: ValueError."""
@@ -187,7 +188,6 @@ class Agreement:
         self,
         part: MeshPart,
         gradients: Mapping[str, Tensor | None],
-        parameters: Mapping[str, Tensor],
         fault: str | None,
     ) -> Statement:
         presence = []
@@ -195,7 +195,7 @@ class Agreement:
             gradient = gradients[name]
             absent = gradient is None and self.runtime.missing_grad == "error"
             # An empty shard says nothing about its gradient: FSDP may leave it out or not.
-            empty = local(parameters[name]).numel() == 0 or (gradient is None and not absent)
+            empty = name in part.empty or (gradient is None and not absent)
             presence.append(Presence(name, absent, empty))
         nonfinite = self._nonfinite([gradients[name] for name in part.fqns])
         return Statement(part.digest, presence, nonfinite, fault is not None)
@@ -220,7 +220,6 @@ class Agreement:
         self,
         heard: Sequence[_Heard],
         gradients: Mapping[str, Tensor | None],
-        parameters: Mapping[str, Tensor],
     ) -> Agreed:
         word = read_word(heard[-1].header)
         for each in heard:
@@ -231,12 +230,11 @@ class Agreement:
             self._deferred.append(_Deferred(each, host, arrived))
         # What this rank misses all ranks miss, or the device refuses the step. An empty shard
         # knows nothing, and is taken to have what the others have.
+        empty = {name for each in heard for name in each.part.empty}
         missing = {
             name
             for name, gradient in gradients.items()
-            if gradient is None
-            and self.runtime.missing_grad == "error"
-            and local(parameters[name]).numel()
+            if gradient is None and self.runtime.missing_grad == "error" and name not in empty
         }
         return Agreed(False, word, frozenset(missing), gradients)
 

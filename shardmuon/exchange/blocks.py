@@ -18,12 +18,12 @@ from shardmuon.planning.cut import Cut
 from shardmuon.planning.layout import Box, Layout, Mesh, Split
 
 __all__ = [
+    "BlockView",
     "as_device_mesh",
     "device_mesh_of",
     "layout_of",
     "local",
     "local_gradient",
-    "matrix_view",
     "planning_mesh",
 ]
 
@@ -79,22 +79,37 @@ def layout_of(fqn: str, parameter: Tensor, default: DeviceMesh | None) -> Layout
     return layout
 
 
-def matrix_view(tensor: Tensor, cut: Cut, box: Box) -> Tensor:
-    """The block [block rows, block cols] of a matrix in a local tensor, sharing its memory.
+class BlockView:
+    """Finds the block of a matrix in local tensors of its parameter, without copying.
 
-    box: what the local tensor holds of the parameter. [0, 0] if nothing of the matrix is here.
+    box: what a local tensor holds of the parameter.
     """
-    block, held = cut.block(box), cut.held(box)
-    if held is None or not block.numel:
-        return tensor.new_empty(0, 0)
-    if cut.flatten:
-        tensor = tensor.view(tensor.size(0), -1)
-    if cut.expert is not None:
-        tensor = tensor[cut.expert - box[0][0]]
-    if cut.transposed:
-        tensor = tensor.mT
-    first = cut.part_rows[0] + block.row_start - held[0][0]
-    return tensor[first : first + block.rows]
+
+    def __init__(self, cut: Cut, box: Box) -> None:
+        block, held = cut.block(box), cut.held(box)
+        self._cut = cut
+        self._index = None if cut.expert is None else cut.expert - box[0][0]
+        self._rows: slice | None = None
+        if held is not None and block.numel:
+            first = cut.part_rows[0] + block.row_start - held[0][0]
+            self._rows = slice(first, first + block.rows)
+        # Most parameters are one matrix, and their local tensor is the block.
+        plain = not (cut.flatten or cut.transposed) and self._index is None
+        self._whole = plain and held is not None and self._rows == slice(0, held[0][1] - held[0][0])
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """[block rows, block cols], sharing memory; [0, 0] if nothing of the matrix is here."""
+        if self._whole:
+            return tensor
+        if self._rows is None:
+            return tensor.new_empty(0, 0)
+        if self._cut.flatten:
+            tensor = tensor.view(tensor.size(0), -1)
+        if self._index is not None:
+            tensor = tensor[self._index]
+        if self._cut.transposed:
+            tensor = tensor.mT
+        return tensor[self._rows]
 
 
 def _splits(fqn: str, parameter: DTensor) -> tuple[Split, ...]:

@@ -1,7 +1,8 @@
 """`python -m shardmuon bench step`: optimizer steps and whole iterations, side by side.
 
 Owns what is measured and how it is shown. Every optimizer gets a model of its own, made anew with
-the same seed; times are medians on each rank, and the largest over ranks counts.
+the same seed; times are medians on each rank, and the largest over ranks counts. Profiling comes
+after all timing, because a process that has profiled once launches kernels more slowly.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from shardmuon.exchange import collectives
 from shardmuon.muon import Muon
 from shardmuon.planning.report import table
 from shardmuon.tools.profiling import record
-from shardmuon.tools.subjects import Subject, Unfit, make_optimizers, make_subject
+from shardmuon.tools.subjects import Unfit, make_optimizers, make_subject
 from shardmuon.tools.workloads import WORKLOADS, Workload
 from shardmuon.training import place
 from shardmuon.training.config import Mesh
@@ -75,6 +76,8 @@ def run(model: str, names: Sequence[str], steps: int, file: Path | None) -> None
             say(f"measured {name}{note}", flush=True)
         else:
             say(f"skipped {name}: {result}", flush=True)
+    for name, each in found.items():
+        found[name] = replace(each, exposed=_exposed(name, workload, here))
     lines = summary(found)
     say("\n" + "\n".join([*table(HEADER, _rows(found)), "", *lines]))
     if file is not None and here.first:
@@ -109,12 +112,17 @@ def _measure_or_skip(name: str, workload: Workload, here: Place, steps: int) -> 
             raise
         traceback.print_exc()
         result = f"{type(error).__name__}: {error}".splitlines()[0]
-    gc.collect()
-    if here.device.type == "cuda":
-        torch.cuda.empty_cache()
+    _forget(here)
     ranks: list[Measured | str] = collectives.gather_objects(result)
     texts = [each for each in ranks if isinstance(each, str)]
     return texts[0] if texts else _largest([each for each in ranks if isinstance(each, Measured)])
+
+
+def _forget(here: Place) -> None:
+    """Free what the last optimizer and its model held."""
+    gc.collect()
+    if here.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _largest(ranks: Sequence[Measured]) -> Measured:
@@ -151,16 +159,24 @@ def _measure(name: str, workload: Workload, here: Place, steps: int) -> Measured
         else None,
         peak_gb=peak,
         first_steps_s=first,
-        exposed=_exposed(subject),
+        exposed=None,
         imbalance=next((o.plan.imbalance for o in subject.optimizers if isinstance(o, Muon)), None),
     )
 
 
-def _exposed(subject: Subject) -> float | None:
+def _exposed(name: str, workload: Workload, here: Place) -> float | None:
     """Share of one profiled step; None if the host's trace cannot tell waiting from computing."""
+    subject = make_subject(workload, here)
+    subject.optimizers = make_optimizers(name, subject)
+    for _ in range(FIRST):
+        subject.iterate()
     with tempfile.TemporaryDirectory() as folder:
         found = record(subject, 1, Path(folder) / "trace.json.gz")
-    return found.summary().exposed_share if found.phased or not found.on_host else None
+    del subject
+    _forget(here)
+    share = found.summary().exposed_share if found.phased or not found.on_host else None
+    shares = [each for each in collectives.gather_objects(share) if each is not None]
+    return max(shares, default=None)
 
 
 class _Clock:
