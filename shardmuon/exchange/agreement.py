@@ -117,7 +117,7 @@ class Agreement:
         is_new = plan is not self._proven
         gradients, fault = _read_gradients(entries)
         # Tensors on the host cannot wait for the device's word.
-        on_host = is_new or not all(part.on_gpu for part in parts)
+        on_host = is_new or not parts or not all(part.on_gpu for part in parts)
         statements = [self._statement(part, gradients, fault) for part in parts]
         heard = self._hear(parts, statements, fault, look=on_host)
         if on_host:
