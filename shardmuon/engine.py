@@ -12,8 +12,8 @@ import json
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -304,6 +304,15 @@ def _with_method(group: Group, matrix: Matrix) -> Group:
     return {**group, "ns_method": matrix.method}
 
 
+class _Held(NamedTuple):
+    """Local tensors of a parameter; zeros stand for a gradient that counts as zero."""
+
+    parameter: Tensor
+    gradient: Tensor
+    state: dict[str, Tensor]
+    missing: bool
+
+
 @dataclass(frozen=True)
 class _Step:
     """Views of local tensors for one step that the ranks agreed on."""
@@ -313,6 +322,7 @@ class _Step:
     state: State
     agreed: Agreed
     commit: Commit
+    held: dict[int, _Held] = field(default_factory=dict)
 
     def idle(self, passage: Passage) -> bool:
         """All matrices of the bucket lack gradients on all ranks, so nobody needs the exchange.
@@ -331,17 +341,19 @@ class _Step:
     def _member(self, matrix: Matrix) -> Member:
         home = self.homes[matrix.id]
         entry = self.entries[home.entry]
-        missing, gradient = self._gradient(entry)
+        if home.entry not in self.held:  # a stack of experts has one parameter for many matrices
+            self.held[home.entry] = self._hold(entry)
+        held = self.held[home.entry]
         view = home.view.of
         shard = Shard(
-            view(local(entry.parameter)),
-            view(gradient),
-            {key: view(local(value)) for key, value in self.state[entry.parameter].items()},
+            view(held.parameter),
+            view(held.gradient),
+            {key: view(value) for key, value in held.state.items()},
             _with_method(entry.group, matrix),
             matrix.rows,
             matrix.cols,
         )
-        return Member(RULES[entry.group["algorithm"]], shard, missing)
+        return Member(RULES[entry.group["algorithm"]], shard, held.missing)
 
     def adamw(self, groups: Sequence[Group]) -> None:
         """AdamW on the local tensors of its groups."""
@@ -350,15 +362,18 @@ class _Step:
             for entry in self.entries:
                 if entry.group is not group or group["algorithm"] != ADAMW:
                     continue
-                missing, gradient = self._gradient(entry)
-                if not missing:
-                    state = {k: local(v) for k, v in self.state[entry.parameter].items()}
-                    shards.append(ElementShard(local(entry.parameter), gradient, **state))
+                held = self._hold(entry)
+                if not held.missing:
+                    shards.append(ElementShard(held.parameter, held.gradient, **held.state))
             if shards:
                 adamw_step(shards, group, self.commit)
 
-    def _gradient(self, entry: Entry) -> tuple[bool, Tensor]:
-        """(missing, local gradient); zeros stand for a gradient that counts as zero."""
-        missing = entry.fqn in self.agreed.missing
+    def _hold(self, entry: Entry) -> _Held:
+        parameter = local(entry.parameter)
         gradient = self.agreed.gradients[entry.fqn]
-        return missing, torch.zeros_like(local(entry.parameter)) if gradient is None else gradient
+        return _Held(
+            parameter,
+            torch.zeros_like(parameter) if gradient is None else gradient,
+            {key: local(value) for key, value in self.state[entry.parameter].items()},
+            entry.fqn in self.agreed.missing,
+        )

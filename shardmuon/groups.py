@@ -7,6 +7,7 @@ dtypes, never at placements (planning refuses those), and changes no tensor.
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -67,6 +68,7 @@ _KEYS = {MUON: MUON_DEFAULTS, ADAMW: ADAMW_DEFAULTS}
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
 
 
+@functools.cache  # a step asks for every name
 def clean_fqn(name: str) -> str:
     """`name` without the parts that wrappers (compile, checkpointing, DDP) put in.
 

@@ -7,6 +7,7 @@ matrix is ever exchanged under a wrong picture of where its pieces lie.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,7 +31,8 @@ __all__ = [
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of `tensor`, sharing its memory, outside of autograd."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+    # to_local() would make a view for autograd first, and a step asks hundreds of times.
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def device_mesh_of(tensor: Tensor, default: DeviceMesh | None) -> DeviceMesh | None:
@@ -53,6 +55,16 @@ def planning_mesh(device_mesh: DeviceMesh | None) -> Mesh:
     """Torch-free copy of `device_mesh`; without one, this rank alone."""
     if device_mesh is None:
         return Mesh((collectives.rank(),), (1,))
+    if device_mesh not in _meshes:
+        _meshes[device_mesh] = _copy_of(device_mesh)
+    return _meshes[device_mesh]
+
+
+# A mesh is what its ranks are, so that equal ones may share a copy; steps ask for it every time.
+_meshes: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
+
+
+def _copy_of(device_mesh: DeviceMesh) -> Mesh:
     ranks = tuple(int(rank) for rank in device_mesh.mesh.flatten().tolist())
     return Mesh(ranks, tuple(device_mesh.shape), tuple(device_mesh.mesh_dim_names or ()))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardmuon.exchange import collectives
 from shardmuon.planning.layout import Coordinate
-from shardmuon.planning.routes import Hop, Parcel, Parcels, Share, scatter_size
+from shardmuon.planning.routes import Hop, Parcel, Parcels, Share
 
 __all__ = [
     "Cargo",
@@ -63,14 +63,14 @@ def start_hop(hop: Hop, buffer: Tensor, group: collectives.Group) -> Leg:
     if not hop.table:
         sends, receives = ([hop.size(p) for p in side] for side in (hop.outgoing, hop.incoming))
         received, work = collectives.all_to_all(buffer, sends, receives, group)
-        return Leg(work, lambda: dict(_unpack(hop.incoming, received, hop.size)))
+        return Leg(work, lambda: dict(_unpack(hop.incoming, received, hop.back)))
     gathered, work = collectives.all_gather(buffer, group)
 
     def mine() -> Cargo:
         cargo: Cargo = {}
         for row, received in zip(hop.table, gathered, strict=True):
             before = sum(map(hop.size, row[: hop.index]))
-            cargo.update(_unpack([row[hop.index]], received[before:], hop.size))
+            cargo.update(_unpack([row[hop.index]], received[before:], hop.back))
         return cargo
 
     return Leg(work, mine)
@@ -83,18 +83,18 @@ def start_share(share: Share, buffer: Tensor, group: collectives.Group) -> Leg:
     def everyones() -> Cargo:
         result: Cargo = {}
         for parcels, received in zip(share.parts, gathered, strict=True):
-            result.update(_unpack([parcels], received, scatter_size))
+            result.update(_unpack([parcels], received, back=True))
         return result
 
     return Leg(work, everyones)
 
 
 def _unpack(
-    sides: Iterable[Parcels], received: Tensor, size: Callable[[Parcels], int]
+    sides: Iterable[Parcels], received: Tensor, back: bool
 ) -> Iterator[tuple[tuple[int, Coordinate], Tensor]]:
     """Views of `received`, parcel by parcel."""
     parcels = [parcel for side in sides for parcel in side]
-    sizes = [size((parcel,)) for parcel in parcels]
+    sizes = [p.scatter_elements if back else p.gather_elements for p in parcels]
     views = received[: sum(sizes)].split_with_sizes(sizes)
     for parcel, view in zip(parcels, views, strict=True):
         yield (parcel.matrix, parcel.origin), view
