@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,8 +51,7 @@ _PRESENT = slice(_MISSING.stop, _MISSING.stop + SLOTS)
 HEADER_BYTES = _PRESENT.stop
 
 
-@dataclass(frozen=True)
-class Presence:
+class Presence(NamedTuple):
     """One parameter's gradient on this rank. An empty local shard has nothing to say."""
 
     fqn: str

@@ -27,6 +27,7 @@ from shardmuon.exchange.legs import (
     start_hop,
     start_share,
 )
+from shardmuon.planning.layout import Block
 from shardmuon.planning.matrix import Matrix
 from shardmuon.planning.plan import Bucket
 from shardmuon.planning.routes import Hop, Parcel, Route, gather_size
@@ -169,9 +170,12 @@ class Transit:
         for index, shard in zip(indices, shards, strict=True):
             parcel = self.passage.route.held[index]
             elements = self.cargo.pop((index, parcel.origin)).to(shard.parameter.device)
-            updates.append(elements[: parcel.block.numel])
-            behind = elements[parcel.block.numel :]
-            row_stats.append(row_stats_from_wire(behind) if rule.row_stats else None)
+            stats: Tensor | None = None
+            if rule.row_stats:
+                elements, behind = elements.tensor_split([parcel.block.numel])
+                stats = row_stats_from_wire(behind)
+            updates.append(elements)
+            row_stats.append(stats)
         rule.apply_all(shards, updates, row_stats, self.commit)
 
     def _range(self, phase: str) -> record_function:
@@ -222,11 +226,8 @@ class Transit:
             wholes.append(whole)
             for index, target in zip(indices, whole.view(-1, *shape[-2:]), strict=True):
                 for parcel in passage.owned[index]:
-                    block = parcel.block
-                    rows = slice(block.row_start, block.row_stop)
-                    places.append(target[rows, block.col_start : block.col_stop])
-                    piece = self.cargo[index, parcel.origin]
-                    pieces.append(piece.view(block.rows, block.cols))
+                    places.append(_block_of(target, parcel.block))
+                    pieces.append(self.cargo[index, parcel.origin].view(places[-1].shape))
         copy_all(places, pieces)
         return wholes
 
@@ -237,15 +238,22 @@ class Transit:
         update, stats = first.rule.orthogonalize(whole, first.shard.group)
         # Those of tall matrices come column by column.
         updates = update.to(passage.dtype).contiguous().view(len(indices), *whole.shape[-2:])
-        for place, index in enumerate(indices):
+        for place, (index, matrix) in enumerate(zip(indices, updates, strict=True)):
             for parcel in passage.owned[index]:
-                block = parcel.block
-                rows = slice(block.row_start, block.row_stop)
-                piece = updates[place][rows, block.col_start : block.col_stop].reshape(-1)
+                piece = _block_of(matrix, parcel.block).reshape(-1)
                 if stats is not None:
+                    rows = slice(parcel.block.row_start, parcel.block.row_stop)
                     theirs = stats.view(len(indices), -1)[place][rows]
                     piece = torch.cat([piece, row_stats_to_wire(theirs, passage.dtype)])
                 self.cargo[index, parcel.origin] = piece
+
+
+def _block_of(matrix: Tensor, block: Block) -> Tensor:
+    """The rectangle `block` of a matrix; whole rows in one go."""
+    rows = matrix[block.row_start : block.row_stop]
+    if block.cols == matrix.size(1):
+        return rows
+    return rows[:, block.col_start : block.col_stop]
 
 
 def _places(parcels: Sequence[Parcel], buffer: Tensor) -> Iterable[tuple[int, Tensor]]:
