@@ -88,7 +88,8 @@ def warm_up(example: Tensor, schedule: Schedule, eps: float | None, method: str)
     if not pays(example):
         run(example)
         return
-    _replays[key] = Replay(run, example, next(iter(_replays.values()), None))
+    beside = next((replay for other, replay in _replays.items() if other[0] == key[0]), None)
+    _replays[key] = Replay(run, example, beside)
     while sum(replay.nbytes for replay in _replays.values()) > MOST_BYTES:
         _replays.popitem(last=False)
 
@@ -99,4 +100,6 @@ def clear() -> None:
 
 
 def _key(x: Tensor, schedule: Schedule, eps: float | None, method: str) -> Key:
-    return tuple(x.shape), x.dtype, x.device, schedule, eps, method
+    """What a graph is good for. Its buffers belong to one stream: others may run meanwhile."""
+    stream = torch.cuda.current_stream(x.device) if x.is_cuda else None
+    return stream, tuple(x.shape), x.dtype, x.device, schedule, eps, method

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 
@@ -33,12 +34,12 @@ class Cut:
     transposed: bool = False
     flatten: bool = False
 
-    @property
+    @cached_property
     def unit(self) -> int:
         """Columns of the matrix for one index of the parameter's second dim."""
         return prod(self.shape[2:]) if self.flatten else 1
 
-    @property
+    @cached_property
     def _all(self) -> tuple[int, int]:
         """(rows, cols) of the whole expert or weight, as the matrix is turned."""
         if self.flatten:
@@ -47,21 +48,21 @@ class Cut:
             rows, cols = self.shape[-2:]
         return (cols, rows) if self.transposed else (rows, cols)
 
-    @property
+    @cached_property
     def part_rows(self) -> tuple[int, int]:
         """Rows of the matrix among all rows."""
         return self.part if self.part is not None else (0, self._all[0])
 
-    @property
+    @cached_property
     def rows(self) -> int:
         start, stop = self.part_rows
         return stop - start
 
-    @property
+    @cached_property
     def cols(self) -> int:
         return self._all[1]
 
-    @property
+    @cached_property
     def box(self) -> Box:
         """Where the matrix lies in the parameter, one range per dim that is not flattened away."""
         rows, cols = self.part_rows, (0, self._all[1])
