@@ -23,7 +23,7 @@ PUBLIC = {
     "param_groups",
     "singular_value_range",
 }
-KERNELS = ("kernels", "kernels_persistent")  # modules that need Triton
+KERNELS = ("kernels", "kernels_copy", "kernels_persistent")  # modules that need Triton
 
 
 def test_all_lists_the_public_names() -> None:

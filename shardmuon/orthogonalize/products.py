@@ -72,7 +72,7 @@ def scaled(x: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor:
         return x.contiguous()
     halves = (torch.float32, torch.float16, torch.bfloat16)
     if x.numel() and x.dtype in halves and dtype in halves and _chip(x.device).major >= 8:
-        from shardmuon.orthogonalize.copy_kernels import scaled_copy
+        from shardmuon.orthogonalize.kernels_copy import scaled_copy
 
         with torch.cuda.device_of(x):
             return scaled_copy(x, factors, dtype)

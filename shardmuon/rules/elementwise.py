@@ -64,7 +64,7 @@ def prepare_many(preparations: Sequence[Preparation], commit: Commit) -> None:
     """Run `preparations`, one launch for those of one kind."""
     if not preparations:
         return
-    from shardmuon.rules.elementwise_kernels import BLOCK, prepare_kernel
+    from shardmuon.rules.kernels import BLOCK, prepare_kernel
 
     kinds: dict[tuple[Any, ...], list[Preparation]] = defaultdict(list)
     for each in preparations:
@@ -102,7 +102,7 @@ def apply_many(applications: Sequence[Application], commit: Commit) -> None:
     """Run `applications`, one launch for those of one kind."""
     if not applications:
         return
-    from shardmuon.rules.elementwise_kernels import BLOCK, apply_kernel
+    from shardmuon.rules.kernels import BLOCK, apply_kernel
 
     kinds: dict[tuple[Any, ...], list[Application]] = defaultdict(list)
     for each in applications:

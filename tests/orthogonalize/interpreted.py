@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardmuon.orthogonalize import copy_kernels, kernels
+from shardmuon.orthogonalize import kernels, kernels_copy
 from shardmuon.rules import elementwise
 from shardmuon.rules.base import Commit, Shard, UpdateRule
 from shardmuon.rules.muon import MuonRule
@@ -48,9 +48,9 @@ def check_copies() -> None:
     """Scaled, rounded once, and turned."""
     x, factors = random(2, 65, 130), torch.randn(2, 1, 1)
     for operand in (x, x.mT, x[:, ::2, 3:], x.float()):
-        out = copy_kernels.scaled_copy(operand, factors, torch.float16)
+        out = kernels_copy.scaled_copy(operand, factors, torch.float16)
         assert torch.equal(out, (operand.float() * factors).half())
-        assert torch.equal(copy_kernels.scaled_copy(operand, None, torch.float32), operand.float())
+        assert torch.equal(kernels_copy.scaled_copy(operand, None, torch.float32), operand.float())
 
 
 def check_elementwise() -> None:
