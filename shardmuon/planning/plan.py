@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from shardmuon.planning.layout import Mesh
 from shardmuon.planning.matrix import Matrix, lane
+from shardmuon.planning.memory import held_bytes, most_bytes
 from shardmuon.planning.report import plan_report
 from shardmuon.planning.routes import Route, make_route
 
-__all__ = ["Bucket", "Plan"]
+__all__ = ["Bucket", "Plan", "Traffic"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,14 @@ class Bucket:
         """What `rank` sends and receives for this bucket; `exchange` as in `Runtime`."""
         owners = [self.mesh.coordinates[owner] for owner in self.owners]
         return make_route(self.matrices, owners, self.mesh.coordinates[rank], exchange)
+
+
+class Traffic(NamedTuple):
+    """Bytes of one rank in one step: sent to others, received from them, held at most."""
+
+    sent: int
+    received: int
+    held: int
 
 
 @dataclass(frozen=True)
@@ -130,23 +140,41 @@ class Plan:
         return self.makespan * len(loads) / total if total else 1.0
 
     @cached_property
-    def _bytes(self) -> dict[int, tuple[int, int]]:
-        totals = dict.fromkeys(self.ranks, (0, 0))
-        for bucket in self.buckets:
-            for rank in bucket.mesh.ranks:
-                sent, received = bucket.route(rank, self.exchange).wire_elements()
-                size = bucket.matrices[0].wire_bytes
-                before = totals[rank]
-                totals[rank] = before[0] + sent * size, before[1] + received * size
-        return totals
+    def _traffic_of(self) -> dict[int, Traffic]:
+        """Filled when asked for: a large plan takes a second for each rank."""
+        return {}
+
+    def traffic(self, rank: int) -> Traffic:
+        """What `rank` sends, receives and holds in one step."""
+        if rank not in self._traffic_of:
+            sent = received = 0
+            buckets = []
+            for bucket in self.buckets:
+                if rank in bucket.mesh.coordinates:
+                    route = bucket.route(rank, self.exchange)
+                    size = bucket.matrices[0].wire_bytes
+                    out, into = route.wire_elements()
+                    sent, received = sent + out * size, received + into * size
+                    buckets.append(held_bytes(bucket.matrices, route))
+            self._traffic_of[rank] = Traffic(sent, received, most_bytes(buckets))
+        return self._traffic_of[rank]
 
     def bytes_sent(self) -> dict[int, int]:
         """Wire bytes that each rank sends to others in one step, padding included."""
-        return {rank: sent for rank, (sent, _) in self._bytes.items()}
+        return {rank: self.traffic(rank).sent for rank in self.ranks}
 
     def bytes_received(self) -> dict[int, int]:
         """Wire bytes that each rank receives from others in one step, padding included."""
-        return {rank: received for rank, (_, received) in self._bytes.items()}
+        return {rank: self.traffic(rank).received for rank in self.ranks}
+
+    def transient_bytes(self, ranks: Iterable[int] | None = None) -> dict[int, int]:
+        """Bytes that a step takes at most beside parameters, gradients and state, by rank.
+
+        Buffers of the buckets in flight, whole matrices and the work of Newton-Schulz in the wire
+        dtype, with batches as on a GPU. Not in it: the memory that CUDA graphs keep, and what
+        AdamW takes after the buckets have gone. ranks: all, unless given.
+        """
+        return {rank: self.traffic(rank).held for rank in (self.ranks if ranks is None else ranks)}
 
     @cached_property
     def digest(self) -> str:

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
 __all__ = ["plan_report", "table"]
 
+# A report finds bytes and memory from about this many parcels, which takes some seconds; a plan
+# answers for any rank.
+MOST_PARCELS = 50_000
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of a left-aligned text table with a rule under its header."""
@@ -25,7 +29,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def plan_report(plan: Plan) -> str:
     """Summary, one row per rank, one row per matrix, and warnings in words."""
-    loads, sent, received = plan.loads(), plan.bytes_sent(), plan.bytes_received()
+    loads, mean = plan.loads(), _mean(plan)
     counts = dict.fromkeys(plan.ranks, 0)
     for _, owner in plan:
         counts[owner] += 1
@@ -35,22 +39,37 @@ def plan_report(plan: Plan) -> str:
         f" (lower bound {_bound(plan):.3f}), exchange {plan.exchange}",
         "",
     ]
+    detailed = plan.ranks[: max(1, MOST_PARCELS // max(1, len(plan)))]
     lines += table(
-        ("rank", "matrices", "load GFLOP", "of mean", "sent MB", "received MB"),
+        ("rank", "matrices", "load GFLOP", "of mean", "sent MB", "received MB", "step MB"),
         [
             (
                 str(rank),
                 str(counts[rank]),
                 f"{loads[rank] / 1e9:.3f}",
-                f"{loads[rank] / _mean(plan):.3f}",
-                f"{sent[rank] / 1e6:.3f}",
-                f"{received[rank] / 1e6:.3f}",
+                f"{loads[rank] / mean:.3f}",
+                *(
+                    (f"{number / 1e6:.3f}" for number in plan.traffic(rank))
+                    if rank in detailed
+                    else "---"
+                ),
             )
             for rank in plan.ranks
         ],
     )
+    lines += ["", *_memory(plan, detailed)]
     lines += ["", *_matrix_table(plan), "", *_meshes(plan), *_warnings(plan)]
     return "\n".join(lines)
+
+
+def _memory(plan: Plan, ranks: Sequence[int]) -> list[str]:
+    """What "step MB" means, and which ranks it was computed for."""
+    most = max(plan.transient_bytes(ranks).values(), default=0)
+    of = "" if len(ranks) == len(plan.ranks) else f", of the first {len(ranks)} ranks"
+    return [
+        f"step MB: what a step takes at most beside parameters, gradients and state; the largest is"
+        f" {most / 1e6:.3f} MB{of}"
+    ]
 
 
 def _meshes(plan: Plan) -> list[str]:
@@ -108,10 +127,11 @@ def _bound(plan: Plan) -> float:
 def _warnings(plan: Plan) -> list[str]:
     """What limits this plan, in words."""
     lines = []
+    mean = _mean(plan)
     largest = max((matrix for matrix, _ in plan), key=lambda m: m.cost, default=None)
-    if largest is not None and largest.cost > 1.001 * _mean(plan):
+    if largest is not None and largest.cost > 1.001 * mean:
         lines.append(
-            f"warning: {largest.id} alone costs {largest.cost / _mean(plan):.2f} times the mean"
+            f"warning: {largest.id} alone costs {largest.cost / mean:.2f} times the mean"
             " load, so it sets the time of a step; more ranks will not help"
         )
     idle = [str(rank) for rank, load in plan.loads().items() if load == 0]
