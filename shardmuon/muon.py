@@ -131,6 +131,7 @@ class Muon(Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
+    @torch._disable_dynamo  # type: ignore[untyped-decorator,unused-ignore]
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step; collective over the meshes of the parameters.

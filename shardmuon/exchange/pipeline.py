@@ -160,6 +160,7 @@ class Transit:
         for share in route.shares:
             buffer = self._buffer(share.padded)
             pack(share.parts[share.index], self.cargo, buffer)
+            self.cargo = {}
             self.leg = start_share(share, buffer, self.passage.groups[share.axis])
             self._count(*share.wire_elements())
             self._arrive()
@@ -198,6 +199,7 @@ class Transit:
         """Pack what this rank holds for `hop` and start it."""
         buffer = self._buffer(hop.buffer_elements)
         pack((parcel for parcels in hop.outgoing for parcel in parcels), self.cargo, buffer)
+        self.cargo = {}  # it is in the buffer, and need not wait for the wire
         self._start(hop, buffer)
 
     def _start(self, hop: Hop, buffer: Tensor) -> None:

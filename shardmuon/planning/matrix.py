@@ -6,6 +6,7 @@ Owns `Matrix`, the unit of planning, and what matrices must share to travel toge
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardmuon.planning.cut import Cut
 from shardmuon.planning.layout import Block, Coordinate, Layout
@@ -49,7 +50,7 @@ class Matrix:
     def cols(self) -> int:
         return self.cut.cols
 
-    @property
+    @cached_property
     def holders(self) -> tuple[int, ...]:
         """Global ranks that hold the whole matrix already."""
         return self.layout.holders(self.cut.shape, self.cut.box)

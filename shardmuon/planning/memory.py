@@ -45,9 +45,10 @@ def held_bytes(matrices: Sequence[Matrix], route: Route) -> Held:
 
     arriving = sum(inwards[0])
     arrived = inwards[-1][1] or arriving
-    returning = updates + (sum(backs[0]) if backs else 0)
+    packing, returning = (updates + backs[0][0], sum(backs[0])) if backs else (updates, updates)
     orthogonalizing = updates + _newton_schulz([matrices[index] for index, _ in route.owned])
-    working = max(*_passing(0, inwards), arrived + wholes, wholes + max(orthogonalizing, returning))
+    most = max(orthogonalizing, packing, returning)
+    working = max(*_passing(0, inwards), arrived + wholes, wholes + most)
     applying = max(_passing(updates, [*backs, *shares]), default=updates)
     elementwise = ELEMENTWISE_BYTES * max(parcel.block.numel for parcel in route.held)
     size = matrices[0].wire_bytes
@@ -97,10 +98,10 @@ def _buffers(hop: Hop) -> tuple[int, int]:
 
 
 def _passing(first: int, legs: Sequence[tuple[int, int]]) -> Iterator[int]:
-    """Wire elements during each leg: what has arrived is packed, sent on and received elsewhere."""
+    """Wire elements during each leg: what has arrived is packed and forgotten, sent and received."""
     arrived = first
     for sent, received in legs:
-        yield arrived + sent + received
+        yield sent + max(arrived, received)
         arrived = received
 
 

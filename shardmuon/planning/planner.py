@@ -1,7 +1,8 @@
 """Makes plans: gives every matrix one owner and groups matrices into buckets.
 
 Owns the two decisions of planning. Owners: longest processing time first over all matrices at
-once, mesh by mesh, loads carried along; a matrix stays where it is whole if that costs no time.
+once, mesh by mesh, loads carried along, and then a local search (`balance.py`); a matrix stays
+where it is whole if that costs no time.
 Buckets: each owner's matrices cut into portions of `bucket_bytes`; bucket k holds the k-th portion
 of every owner. Both are deterministic and do not depend on the order in which matrices are given.
 """
@@ -12,6 +13,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from shardmuon.planning.balance import balance
 from shardmuon.planning.layout import Mesh
 from shardmuon.planning.matrix import Matrix, lane
 from shardmuon.planning.plan import Bucket, Plan
@@ -46,12 +48,30 @@ def assign_owners(
 ) -> tuple[dict[str, int], dict[int, int]]:
     """(owner of each matrix, loads with them); `loads` (FLOPs per rank) holds what was before.
 
-    Two plans by longest processing time first: one in which matrices that a rank holds whole stay
-    there (whole experts need no exchange), one in which all are free. Staying wins unless it
-    lengthens the step.
+    Two plans: one in which matrices that a rank holds whole stay there (whole experts need no
+    exchange), one in which all are free. Staying wins unless it lengthens the step.
     """
-    plans = [_longest_first(matrices, ranks, loads, stay) for stay in (True, False)]
+    plans = [_assign(matrices, ranks, loads, stay) for stay in (True, False)]
     return min(plans, key=lambda plan: max(plan[1].values()))
+
+
+def _assign(
+    matrices: Sequence[Matrix], ranks: Sequence[int], loads: dict[int, int], stay: bool
+) -> tuple[dict[str, int], dict[int, int]]:
+    """Longest first, then the search among the matrices that need not stay."""
+    owners, filled = _longest_first(matrices, ranks, loads, stay)
+    costs = {m.id: m.cost for m in matrices}
+    free = {m.id: m.cost for m in matrices if not (stay and _stays(m, ranks))}
+    owners |= balance({name: owners[name] for name in free}, free, filled)
+    filled = {rank: loads[rank] for rank in ranks}
+    for name, rank in owners.items():
+        filled[rank] += costs[name]
+    return owners, filled
+
+
+def _stays(matrix: Matrix, ranks: Sequence[int]) -> bool:
+    """Some ranks hold the whole matrix, and not all do."""
+    return 0 < len(matrix.holders) < len(ranks)
 
 
 def _longest_first(
@@ -73,9 +93,8 @@ def _longest_first(
 
     free = []
     for matrix in sorted(matrices, key=_cost_order):
-        holders = matrix.holders if stay else ()
-        if holders and len(holders) < len(ranks):
-            give(matrix, min(holders, key=lambda rank: (filled[rank], counts[rank], rank)))
+        if stay and _stays(matrix, ranks):
+            give(matrix, min(matrix.holders, key=lambda rank: (filled[rank], counts[rank], rank)))
         else:
             free.append(matrix)
     heap = [(filled[rank], counts[rank], rank) for rank in ranks]

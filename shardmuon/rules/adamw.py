@@ -54,10 +54,12 @@ def adamw_step(shards: Sequence[ElementShard], group: Group, commit: Commit) -> 
             full.append(shard)
         else:
             shard.step.add_(1 if refused is None else 1 - refused)
-    for fused in (False, True):
-        part = [s for s in full if (s.parameter.device.type == "cuda") is fused]
-        if part:
-            _run(part, group, fused, refused)
+    on_gpu = [shard for shard in full if shard.parameter.is_cuda]
+    if on_gpu:
+        _run(on_gpu, group, True, refused)
+    for shard in full:
+        if not shard.parameter.is_cuda:  # one by one: torch frees temporaries when it returns
+            _run([shard], group, False, refused)
 
 
 def _run(shards: Sequence[ElementShard], group: Group, fused: bool, refused: Tensor | None) -> None:

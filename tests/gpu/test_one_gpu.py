@@ -129,3 +129,27 @@ def test_a_step_of_a_known_plan_never_waits_for_the_device() -> None:
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("nonfinite", ["error", "skip", "allow"])
+def test_the_host_waits_for_no_step_of_a_known_plan(nonfinite: Any) -> None:
+    torch.manual_seed(0)
+    shapes = ((64, 128), (128, 64), (64, 64), (256, 64))
+    matrices = [nn.Parameter(torch.randn(shape, device="cuda")) for shape in shapes]
+    vectors = [nn.Parameter(torch.randn(64, device="cuda")) for _ in range(3)]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices},
+        {"params": vectors, "algorithm": "adamw"},
+    ]
+    optimizer = Muon(groups, lr=0.01, runtime=Runtime(nonfinite=nonfinite))
+    for step in range(5):
+        for p in (*matrices, *vectors):
+            p.grad = torch.randn_like(p)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    optimizer.check()

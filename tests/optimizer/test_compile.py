@@ -73,3 +73,24 @@ def test_a_changed_rate_counts_from_the_next_step_on() -> None:
         optimizer.step()
         moves.append(float((before - p.detach()).norm()) * 2**step)
     torch.testing.assert_close(moves, moves[:1] * STEPS, rtol=1e-4, atol=0.0)
+
+
+def test_a_compiled_caller_does_not_look_into_the_step() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    p = nn.Parameter(torch.eye(3, 4))
+    optimizer = shardmuon.Muon([("w", p)])
+
+    @torch.compile(backend="eager")
+    def train_once() -> None:
+        optimizer.step()
+
+    for step in range(3):
+        optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+        p.grad = torch.eye(3, 4)
+        before = p.detach().clone()
+        train_once()
+        assert not p.equal(before)
+    assert counters["stats"]["unique_graphs"] <= 1
+    counters.clear()
+    torch._dynamo.reset()
