@@ -98,7 +98,7 @@ def _buffers(hop: Hop) -> tuple[int, int]:
 
 
 def _passing(first: int, legs: Sequence[tuple[int, int]]) -> Iterator[int]:
-    """Wire elements during each leg: what has arrived is packed and forgotten, sent and received."""
+    """Wire elements during each leg: what has arrived is packed and let go, sent and received."""
     arrived = first
     for sent, received in legs:
         yield sent + max(arrived, received)
