@@ -186,20 +186,23 @@ class Plan:
         text = json.dumps([self.exchange, self.settings, self.describe(meshes)])
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def describe(self, meshes: tuple[Mesh, ...]) -> list[list[list[object]]]:
+    def describe(self, meshes: tuple[Mesh, ...]) -> list[list[object]]:
         """Plain lists that say everything ranks must agree on for `meshes`, bucket by bucket."""
         return [
             [
+                [bucket.mesh.ranks, bucket.mesh.shape],
                 [
-                    matrix.id,
-                    [matrix.rows, matrix.cols, matrix.cut.box, matrix.cut.shape],
-                    matrix.wire_dtype,
-                    matrix.settings,
-                    matrix.method,
-                    [bucket.mesh.ranks, bucket.mesh.shape, matrix.layout.splits],
-                    owner,
-                ]
-                for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True)
+                    [
+                        matrix.id,
+                        [matrix.rows, matrix.cols, matrix.cut.box, matrix.cut.shape],
+                        matrix.wire_dtype,
+                        matrix.settings,
+                        matrix.method,
+                        matrix.layout.splits,
+                        owner,
+                    ]
+                    for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True)
+                ],
             ]
             for bucket in self.buckets
             if bucket.mesh in meshes
