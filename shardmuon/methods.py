@@ -61,8 +61,8 @@ def _shared_answer(problems: set[Problem], part: MeshPart) -> Mapping[Problem, s
     if collectives.rank() == part.mesh.ranks[0]:
         try:
             answer = choose_methods(problems, part.device)
-        except RuntimeError as error:  # of the device; the others must not wait in vain
-            answer = str(error)
+        except Exception as error:  # whatever it is: the others must not wait in vain
+            answer = f"{type(error).__name__}: {error}"
     for group in part.groups:
         answer = collectives.from_first(answer, group)
     if not isinstance(answer, Mapping):

@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["KERNEL_VERSION", "scaled", "symmetric_product", "way_of"]
+__all__ = ["KERNEL_VERSION", "has_kernels", "scaled", "symmetric_product", "way_of"]
 
 KERNEL_VERSION = 2  # raised with every change of the kernel's speed: old measurements are then void
 
@@ -71,7 +72,7 @@ def scaled(x: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tensor:
     if factors is None and x.dtype == dtype:
         return x.contiguous()
     halves = (torch.float32, torch.float16, torch.bfloat16)
-    if x.numel() and x.dtype in halves and dtype in halves and _chip(x.device).major >= 8:
+    if x.numel() and x.dtype in halves and dtype in halves and has_kernels(x.device):
         from shardmuon.orthogonalize.kernels_copy import scaled_copy
 
         with torch.cuda.device_of(x):
@@ -121,12 +122,37 @@ def _is_aligned(x: Tensor) -> bool:
     return x.is_contiguous() and all(start % 8 == 0 for start in starts)
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton kernels run on `device`."""
+    return _chip(device).major >= 8
+
+
 @functools.cache
 def _chip(device: torch.device) -> _Chip:
     triton = importlib.util.find_spec("triton") is not None
     if device.type != "cuda" or torch.version.cuda is None or not triton:
         return _Chip()
     properties = torch.cuda.get_device_properties(device)
+    if properties.major < 8 or not _compiles(device):
+        return _Chip()
     tested = importlib.metadata.version("triton").startswith(PERSISTENT_TRITON)
     persistent = tested and (properties.major, properties.minor) == (9, 0)
     return _Chip(properties.major, properties.multi_processor_count, persistent)
+
+
+def _compiles(device: torch.device) -> bool:
+    """Whether Triton can build a kernel here: it needs a C compiler, which some machines lack."""
+    try:
+        from shardmuon.orthogonalize.kernels_copy import scaled_copy
+
+        with torch.cuda.device(device):
+            scaled_copy(torch.zeros(1, 1, 1, device=device), None, torch.float32)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        warnings.warn(
+            f"Triton cannot build kernels on this machine, so torch's products stand in:"
+            f" {type(error).__name__}: {reason[0]}",
+            stacklevel=2,
+        )
+        return False
+    return True

@@ -7,7 +7,6 @@ Owns which shards go together and the tables of addresses that a launch reads. W
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardmuon.orthogonalize.products import has_kernels
 from shardmuon.rules.base import Commit
 
 __all__ = ["Application", "Preparation", "apply_many", "prepare_many", "takes"]
@@ -51,13 +51,7 @@ def takes(*tensors: Tensor) -> bool:
     """Whether a kernel can work on these together."""
     return all(
         tensor.is_cuda and tensor.dtype in _HALVES and tensor.is_contiguous() for tensor in tensors
-    ) and _has_triton(tensors[0].device)
-
-
-@functools.cache
-def _has_triton(device: torch.device) -> bool:
-    found = importlib.util.find_spec("triton") is not None
-    return found and torch.cuda.get_device_capability(device)[0] >= 8
+    ) and has_kernels(tensors[0].device)
 
 
 def prepare_many(preparations: Sequence[Preparation], commit: Commit) -> None:

@@ -99,7 +99,7 @@ def a_device_that_fails() -> str:
 
 def test_a_measurement_that_fails_is_the_same_error_everywhere(pools: Worlds) -> None:
     texts = pools.run(2, a_device_that_fails)
-    assert texts == ["rank 0 could not measure Newton-Schulz: the device is gone"] * 2
+    assert texts == ["rank 0 could not measure Newton-Schulz: RuntimeError: the device is gone"] * 2
 
 
 def deterministic() -> set[str]:

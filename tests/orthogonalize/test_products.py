@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import subprocess
 import sys
@@ -142,6 +144,32 @@ def test_the_way_is_taken(major: int, called: list[str], monkeypatch: pytest.Mon
     a = random(40, 8, 8, dtype=HALF)
     symmetric_product(a, a, alpha=0.5, add=a, beta=2.0, diagonal=3.0)
     assert ways == called
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+def test_a_machine_without_a_compiler_takes_torch(
+    compiler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scaled_copy(*arguments: object) -> None:
+        if not compiler:
+            raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "3.6.0")
+    name = "shardmuon.orthogonalize.kernels_copy"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(scaled_copy=scaled_copy))
+    products._chip.cache_clear()
+    with contextlib.ExitStack() as stack:
+        if not compiler:
+            stack.enter_context(pytest.warns(UserWarning, match="RuntimeError: Please specify"))
+        chip = products._chip(torch.device("cuda", 0))
+    products._chip.cache_clear()
+    assert chip == (products._Chip(9, 132, True) if compiler else products._Chip())
 
 
 # --- kernels --------------------------------------------------------------------------------
