@@ -371,9 +371,10 @@ class _Step:
     def _hold(self, entry: Entry) -> _Held:
         parameter = local(entry.parameter)
         gradient = self.agreed.gradients[entry.fqn]
-        return _Held(
-            parameter,
-            torch.zeros_like(parameter) if gradient is None else gradient,
-            {key: local(value) for key, value in self.state[entry.parameter].items()},
-            entry.fqn in self.agreed.missing,
-        )
+        missing = entry.fqn in self.agreed.missing
+        if missing:  # nobody reads it, so it need not take memory
+            gradient = parameter.new_zeros(()).expand_as(parameter)
+        elif gradient is None:
+            gradient = torch.zeros_like(parameter)
+        state = {key: local(value) for key, value in self.state[entry.parameter].items()}
+        return _Held(parameter, gradient, state, missing)

@@ -33,7 +33,6 @@ PART = gl.constexpr(64)  # rows of a warpgroup, depth of a stage, side of what i
 BLOCK = gl.constexpr(128)
 STAGES = gl.constexpr(4)
 BUFFERS = gl.constexpr(2)
-PRODUCER = gl.constexpr(2)
 
 
 def symmetric_tiles(
@@ -174,13 +173,8 @@ def _compute(
     out,
     staging,
     ring,
-    step,
-    sent,
-    before,
-    at,
-    z,
-    i,
-    j,
+    state,
+    tile,
     steps,
     scalars,
     PARTS: gl.constexpr,
@@ -188,8 +182,13 @@ def _compute(
     HAS_ADD: gl.constexpr,
     TYPE: gl.constexpr,
 ):
-    """Compute 64 rows of a tile; meanwhile store those `before`, whose place is `at`."""
+    """Compute 64 rows of a tile; meanwhile store those `before`, whose place is `at`.
+
+    state: (products begun, blocks sent, before, at), returned as they are afterwards.
+    """
     left, right, full, empty = ring
+    step, sent, before, at = state
+    z, i, j = tile
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PARTS * PART, 16])
     acc = gl.zeros([PART, PARTS * PART], gl.float32, LAYOUT)
     for c in gl.static_range(PARTS):
@@ -228,96 +227,83 @@ def _compute(
 
 
 @gluon.jit
-def _role(
-    a,
-    b,
-    add,
+def _evens(wides):
+    """(first diagonal block of this program, how many of the programs take two at once).
+
+    Programs that get one wide tile less than others take the first blocks, two each.
+    """
+    here = gl.program_id(0)
+    count = gl.num_programs(0)
+    busy = wides % count
+    free = count - busy
+    return here - busy + gl.where(here < busy, count + free, 0), free
+
+
+@gluon.jit
+def _produce(a, b, add, ring, sizes, HAS_ADD: gl.constexpr):
+    """Load all tiles of this program."""
+    r, steps, wides, evens, wide, even = sizes
+    count = gl.num_programs(0)
+    first, free = _evens(wides)
+    step = 0
+    for t in range(gl.program_id(0), wides, count):
+        z, i, j = _wide(t, wide)
+        step = _load(a, b, add, ring, step, z, i, j, r, steps, 2, HAS_ADD)
+    t = first
+    while t < evens:
+        i = t % even * 2
+        step = _load(a, b, add, ring, step, t // even, i, i, r, steps, 1, HAS_ADD)
+        t += gl.where(t < free, free, count)
+
+
+@gluon.jit
+def _consume(
     out,
-    ring,
     staging,
+    ring,
     scalars,
     sizes,
     HAS_ADD: gl.constexpr,
     TYPE: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """What the producer or a warpgroup does: all tiles of this program."""
+    """Compute and store one warpgroup's rows of all tiles of this program."""
     r, steps, wides, evens, wide, even = sizes
     here = gl.program_id(0)
     count = gl.num_programs(0)
-    # Programs that get one wide tile less than others take the first blocks, two each.
-    busy = wides % count
-    free = count - busy
-    first = here - busy + gl.where(here < busy, count + free, 0)
-    step = 0
-    if GROUP == PRODUCER:
-        for t in range(here, wides, count):
-            z, i, j = _wide(t, wide)
-            step = _load(a, b, add, ring, step, z, i, j, r, steps, 2, HAS_ADD)
-        t = first
-        while t < evens:
-            i = t % even * 2
-            step = _load(a, b, add, ring, step, t // even, i, i, r, steps, 1, HAS_ADD)
-            t += gl.where(t < free, free, count)
-    else:
-        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
-        zero = gl.zeros([PART, PART], TYPE, LAYOUT)
-        nowhere = (here * 0, here * 0, here * 0 + 1)  # above the diagonal: nothing to store
-        sent = 0
-        before = (zero, zero, zero, zero)
-        at = nowhere
-        for t in range(here, wides, count):
-            z, i, j = _wide(t, wide)
-            step, sent, before, at = _compute(
-                out,
-                staging,
-                ring,
-                step,
-                sent,
-                before,
-                at,
-                z,
-                i,
-                j,
-                steps,
-                scalars,
-                4,
-                GROUP,
-                HAS_ADD,
-                TYPE,
-            )
-        for c in gl.static_range(4):
-            sent = _store(out, staging, sent, before[c], at[0], at[1], at[2] + c)
-        PARTS: gl.constexpr = 1 + GROUP
-        rest = (zero,)
-        if PARTS == 2:
-            rest = (zero, zero)
-        at = nowhere
-        t = first
-        while t < evens:
-            i = t % even * 2
-            step, sent, rest, at = _compute(
-                out,
-                staging,
-                ring,
-                step,
-                sent,
-                rest,
-                at,
-                t // even,
-                i,
-                i,
-                steps,
-                scalars,
-                PARTS,
-                GROUP,
-                HAS_ADD,
-                TYPE,
-            )
-            t += gl.where(t < free, free, count)
-        for c in gl.static_range(PARTS):
-            sent = _store(out, staging, sent, rest[c], at[0], at[1], at[2] + c)
-        tma.store_wait(0)
+    first, free = _evens(wides)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    PARTS: gl.constexpr = 1 + GROUP
+    zero = gl.zeros([PART, PART], TYPE, LAYOUT)
+    nowhere = (here * 0, here * 0, here * 0 + 1)  # above the diagonal: nothing to store
+    state = (here * 0, here * 0, (zero, zero, zero, zero), nowhere)
+    for t in range(here, wides, count):
+        tile = _wide(t, wide)
+        state = _compute(out, staging, ring, state, tile, steps, scalars, 4, GROUP, HAS_ADD, TYPE)
+    step, sent = _flush(out, staging, state, 4)
+    rest = (zero,)
+    if PARTS == 2:
+        rest = (zero, zero)
+    state = (step, sent, rest, nowhere)
+    t = first
+    while t < evens:
+        i = t % even * 2
+        tile = (t // even, i, i)
+        state = _compute(
+            out, staging, ring, state, tile, steps, scalars, PARTS, GROUP, HAS_ADD, TYPE
+        )
+        t += gl.where(t < free, free, count)
+    _flush(out, staging, state, PARTS)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _flush(out, staging, state, PARTS: gl.constexpr):
+    """Store what the last tile left."""
+    step, sent, before, at = state
+    for c in gl.static_range(PARTS):
+        sent = _store(out, staging, sent, before[c], at[0], at[1], at[2] + c)
+    return step, sent
 
 
 @gluon.jit(do_not_specialize=["r", "steps", "wides", "evens", "wide", "even"])
@@ -353,9 +339,9 @@ def _kernel(
     sizes = (r, steps, wides, evens, wide, even)
     gl.warp_specialize(
         [
-            (_role, (a, b, add, out, ring, upper, scalars, sizes, HAS_ADD, TYPE, 0)),
-            (_role, (a, b, add, out, ring, lower, scalars, sizes, HAS_ADD, TYPE, 1)),
-            (_role, (a, b, add, out, ring, upper, scalars, sizes, HAS_ADD, TYPE, PRODUCER)),
+            (_consume, (out, upper, ring, scalars, sizes, HAS_ADD, TYPE, 0)),
+            (_consume, (out, lower, ring, scalars, sizes, HAS_ADD, TYPE, 1)),
+            (_produce, (a, b, add, ring, sizes, HAS_ADD)),
         ],
         [4, 1],
         [240, 24],

@@ -103,34 +103,29 @@ def test_a_refused_step_keeps_nan_out() -> None:
         assert shard.parameter.isfinite().all()
 
 
+def transposed() -> list[Shard]:
+    """Shards whose tensors are column-major."""
+    return [
+        Shard(
+            s.parameter.T,
+            s.gradient.T,
+            {"momentum_buffer": s.state["momentum_buffer"].T},
+            s.group,
+            s.cols,
+            s.rows,
+        )
+        for s in shards(torch.float32, torch.float32, False)
+    ]
+
+
 def test_what_a_kernel_cannot_take_is_done_one_by_one() -> None:
     x = torch.zeros(8, 8, device="cuda")
     assert elementwise.takes(x, x)
     assert not elementwise.takes(x, x.T[:4])
     assert not elementwise.takes(x.double())
     assert not elementwise.takes(x.cpu())
-    strided = [
-        Shard(
-            s.parameter.T,
-            s.gradient.T,
-            {"momentum_buffer": s.state["momentum_buffer"].T},
-            s.group,
-            *s.parameter.T.shape,
-        )
-        for s in shards(torch.float32, torch.float32, False)
-    ]
-    again = [
-        Shard(
-            s.parameter.T,
-            s.gradient.T,
-            {"momentum_buffer": s.state["momentum_buffer"].T},
-            s.group,
-            *s.parameter.T.shape,
-        )
-        for s in shards(torch.float32, torch.float32, False)
-    ]
-    ours = run(strided, torch.bfloat16, Commit(), together=True)
-    theirs = run(again, torch.bfloat16, Commit(), together=False)
+    ours = run(transposed(), torch.bfloat16, Commit(), together=True)
+    theirs = run(transposed(), torch.bfloat16, Commit(), together=False)
     for mine, right in zip(ours, theirs, strict=True):
         assert torch.equal(mine.nan_to_num(7.0), right.nan_to_num(7.0))
 

@@ -1,4 +1,4 @@
-"""Kernels on a GPU: which one ran, that it is right at every size, and how exact methods are."""
+"""Newton-Schulz on a GPU: how exact its methods are, at the edges too, and that kernels run."""
 
 from __future__ import annotations
 
@@ -25,43 +25,11 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=torch.float32).to(dtype)
 
 
-def error(value: Tensor, right: Tensor) -> float:
-    return float((value.double() - right).norm() / right.norm())
-
-
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize(
-    ("n", "r", "k"), [(5, 8, 8), (3, 200, 136), (2, 136, 4096), (2, 3080, 264), (1, 3200, 3200)]
-)
-def test_the_kernel_is_right_and_symmetric(n: int, r: int, k: int, dtype: torch.dtype) -> None:
-    a = random(n, r, k, dtype=dtype) / k**0.5
-    if products.way_of(a) != "descriptors":
-        pytest.skip("this GPU has no tensor descriptors")
-    add = random(n, r, r, dtype=dtype)
-    add = (add + add.mT) / 2
-    eye = torch.eye(r, device="cuda", dtype=torch.float64)
-    poison = torch.full((n, r, r), float("nan"), device="cuda", dtype=dtype)
-    del poison  # its memory is what the next allocation gets
-    out = products.symmetric_product(a, a, alpha=0.5, add=add, beta=2.0, diagonal=3.0)
-    right = 0.5 * a.double() @ a.double().mT + 2.0 * add.double() + 3.0 * eye
-    assert torch.equal(out, out.mT)
-    assert error(out, right) < (5e-4 if dtype == torch.float16 else 4e-3)
-
-
-def test_the_kernel_takes_what_it_can() -> None:
-    takes = [
-        products.way_of(random(1, r, k, dtype=dtype)) == "descriptors"
-        for r, k, dtype in ((64, 64, HALF[0]), (60, 64, HALF[0]), (64, 64, torch.float32))
-    ]
-    hopper = torch.cuda.get_device_capability()[0] >= 9
-    assert takes == [hopper, False, False]
-
-
 @pytest.mark.parametrize("method", ["symmetric", "gram"])
 def test_methods_run_the_kernel(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = random(2, 128, 256, dtype=torch.bfloat16)
-    if products.way_of(x) != "descriptors":
-        pytest.skip("this GPU has no tensor descriptors")
+    if products.way_of(x) == "torch":
+        pytest.skip("no kernel runs on this GPU")
     monkeypatch.setattr(torch, "baddbmm", None)  # what would stand in for the kernel
     newton_schulz(x, schedule_of("keller", 5), 1e-7, torch.bfloat16, method)
 
