@@ -46,8 +46,9 @@ class Muon(Optimizer):
     r"""Muon that orthogonalizes every whole matrix on one owner rank; AdamW for the rest.
 
     Arguments, names, defaults and arithmetic are those of :class:`torch.optim.Muon`. On one process
-    with fp32 parameters and ``ns_dtype=torch.bfloat16`` results are bit-equal to it; on several
-    ranks they are those of one process, whatever the sharding.
+    with fp32 parameters and ``ns_dtype=torch.bfloat16`` results are bit-equal to it, on a GPU with
+    ``Runtime(deterministic=True)``; on several ranks they are those of one process, whatever the
+    sharding.
 
     Args:
         params: parameters, ``(name, parameter)`` pairs, or groups of either. Parameters are plain
