@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import shardmuon
+
+# torch 2.11 itself uses what it deprecates when its compiler is imported.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 
 SHAPES = ((6, 4), (4, 6), (5, 5), (3, 7))
 LATE = 2

@@ -17,6 +17,7 @@ import shardmuon
 from shardmuon import entries, methods
 from shardmuon.orthogonalize.choice import Problem
 from shardmuon.orthogonalize.coefficients import schedule_of
+from tests import ranks
 from tests.conftest import Worlds
 from tests.problems import world_mesh
 
@@ -76,9 +77,10 @@ def test_all_ranks_take_the_first_rank_s_answer(pools: Worlds, prepare: bool) ->
     answers = pools.run(2, one_answer, prepare)
     expected = pools.run(2, forced, "gram")[0]
     segments = schedule_of("keller", 5).segments
+    dtype = "bfloat16" if ranks.backend() == "nccl" else "float32"
     problems = {
-        Problem(1, 24, 24, "float32", segments),
-        Problem(1, 8, 40, "float32", segments),
+        Problem(1, 24, 24, dtype, segments),
+        Problem(1, 8, 40, dtype, segments),
     }
     assert answers[0][0] == [problems]  # once, although two steps were taken
     assert answers[1][0] == []
