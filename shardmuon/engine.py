@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,20 +32,18 @@ from shardmuon.entries import (
 from shardmuon.exchange import collectives
 from shardmuon.exchange.agreement import Agreed, Agreement, MeshPart
 from shardmuon.exchange.blocks import BlockView, local
-from shardmuon.exchange.pipeline import Member, Passage, Tally, Transit, run_buckets
+from shardmuon.exchange.pipeline import Passage, Tally, Transit, run_buckets
 from shardmuon.exchange.replicas import differing_replicas
-from shardmuon.groups import ADAMW
+from shardmuon.holdings import Holdings, Home, State, with_method
 from shardmuon.methods import Methods, is_open
 from shardmuon.planning.matrix import AUTO, Matrix
 from shardmuon.planning.plan import Plan
 from shardmuon.planning.planner import make_plan
-from shardmuon.rules import RULES, Commit, Shard
-from shardmuon.rules.adamw import ElementShard, adamw_step
+from shardmuon.rules import RULES, Commit
+from shardmuon.rules.adamw import adamw_step
 from shardmuon.runtime import Runtime
 
 __all__ = ["Engine", "StepStats"]
-
-State = MutableMapping[Tensor, dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -62,14 +60,6 @@ class StepStats:
     bytes_received: int = 0
     steps_skipped: int = 0
     collectives: int = 0
-
-
-@dataclass(frozen=True)
-class Home:
-    """Where a matrix lies on this rank: index of its parameter's entry, and its place there."""
-
-    entry: int
-    view: BlockView
 
 
 @dataclass(frozen=True)
@@ -164,10 +154,10 @@ class Engine:
         """Let the rules compile and capture what they will run on this rank."""
         for passage in prepared.passages:
             if passage.batched:
-                for matrix, shape in passage.batch_shapes():
-                    whole = torch.zeros(shape, dtype=passage.dtype, device=passage.device)
-                    group = entries[prepared.homes[matrix.id].entry].group
-                    RULES[group["algorithm"]].warm_up(whole, _with_method(group, matrix))
+                for batch in passage.batches:
+                    whole = torch.zeros(batch.shape, dtype=passage.dtype, device=passage.device)
+                    group = entries[prepared.homes[batch.matrix.id].entry].group
+                    RULES[group["algorithm"]].warm_up(whole, with_method(group, batch.matrix))
 
     def _prepare_or_refuse(self, entries: Sequence[Entry]) -> Prepared:
         """As `_prepare_locally`; a rank that cannot plan tells the others before it raises."""
@@ -274,14 +264,16 @@ class Engine:
         tally = Tally()
         if not agreed.refused:
             commit = Commit(agreed.accepted)
-            step = _Step(entries, prepared.homes, state, agreed, commit)
+            holdings = Holdings(entries, prepared.homes, state, agreed.gradients, agreed.missing)
             run_buckets(
-                Transit(passage, step.members(passage), commit, tally)
+                Transit(passage, holdings.members(passage), commit, tally)
                 for passage in prepared.passages
-                if not step.idle(passage)
+                if not holdings.idle(passage)
             )
             with record_function("shardmuon.adamw"):
-                step.adamw(groups)
+                for group in groups:
+                    if shards := holdings.element_shards(group):
+                        adamw_step(shards, group, commit)
         self._stats = StepStats(
             tally.matrices_orthogonalized,
             tally.bytes_sent,
@@ -297,84 +289,3 @@ def _refuse_other_methods(entries: Sequence[Entry]) -> None:
                 f"{entry.fqn}: ns_method={entry.group['ns_method']!r} does not go with"
                 " Runtime(deterministic=True), which promises the bits of 'standard'"
             )
-
-
-def _with_method(group: Group, matrix: Matrix) -> Group:
-    """The group's settings as they hold for `matrix`, which may have another's method."""
-    return {**group, "ns_method": matrix.method}
-
-
-class _Held(NamedTuple):
-    """Local tensors of a parameter; zeros stand for a gradient that counts as zero."""
-
-    parameter: Tensor
-    gradient: Tensor
-    state: dict[str, Tensor]
-    missing: bool
-
-
-@dataclass(frozen=True)
-class _Step:
-    """Views of local tensors for one step that the ranks agreed on."""
-
-    entries: Sequence[Entry]
-    homes: Mapping[str, Home]
-    state: State
-    agreed: Agreed
-    commit: Commit
-    held: dict[int, _Held] = field(default_factory=dict)
-
-    def idle(self, passage: Passage) -> bool:
-        """All matrices of the bucket lack gradients on all ranks, so nobody needs the exchange.
-
-        Never on a GPU, where a rank knows only of its own gradients.
-        """
-        if passage.device.type != "cpu":
-            return False
-        entries = (self.entries[self.homes[m.id].entry] for m in passage.bucket.matrices)
-        return all(entry.fqn in self.agreed.missing for entry in entries)
-
-    def members(self, passage: Passage) -> list[Member]:
-        """This rank's view of every matrix of a bucket."""
-        return [self._member(matrix) for matrix in passage.bucket.matrices]
-
-    def _member(self, matrix: Matrix) -> Member:
-        home = self.homes[matrix.id]
-        entry = self.entries[home.entry]
-        if home.entry not in self.held:  # a stack of experts has one parameter for many matrices
-            self.held[home.entry] = self._hold(entry)
-        held = self.held[home.entry]
-        view = home.view.of
-        shard = Shard(
-            view(held.parameter),
-            view(held.gradient),
-            {key: view(value) for key, value in held.state.items()},
-            _with_method(entry.group, matrix),
-            matrix.rows,
-            matrix.cols,
-        )
-        return Member(RULES[entry.group["algorithm"]], shard, held.missing)
-
-    def adamw(self, groups: Sequence[Group]) -> None:
-        """AdamW on the local tensors of its groups."""
-        for group in groups:
-            shards = []
-            for entry in self.entries:
-                if entry.group is not group or group["algorithm"] != ADAMW:
-                    continue
-                held = self._hold(entry)
-                if not held.missing:
-                    shards.append(ElementShard(held.parameter, held.gradient, **held.state))
-            if shards:
-                adamw_step(shards, group, self.commit)
-
-    def _hold(self, entry: Entry) -> _Held:
-        parameter = local(entry.parameter)
-        gradient = self.agreed.gradients[entry.fqn]
-        missing = entry.fqn in self.agreed.missing
-        if missing:  # nobody reads it, so it need not take memory
-            gradient = parameter.new_zeros(()).expand_as(parameter)
-        elif gradient is None:
-            gradient = torch.zeros_like(parameter)
-        state = {key: local(value) for key, value in self.state[entry.parameter].items()}
-        return _Held(parameter, gradient, state, missing)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,8 +46,7 @@ __all__ = [
 Group = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A trainable parameter with its name, group and mesh (None: this rank alone)."""
 
     fqn: str

@@ -7,6 +7,7 @@ rank whose plan is new waits, because ranks that planned differently must not st
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn, Protocol
@@ -33,6 +34,7 @@ from shardmuon.exchange.header import (
 )
 from shardmuon.planning.layout import Mesh
 from shardmuon.planning.plan import Plan
+from shardmuon.rules.elementwise import has_nonfinite, takes
 from shardmuon.runtime import Runtime
 
 _NONFINITE_SEVERITY = {"error": ERROR, "skip": SKIP, "allow": GOOD}
@@ -190,21 +192,18 @@ class Agreement:
         gradients: Mapping[str, Tensor | None],
         fault: str | None,
     ) -> Statement:
-        presence = []
-        for name in part.fqns:
-            gradient = gradients[name]
-            absent = gradient is None and self.runtime.missing_grad == "error"
-            # An empty shard says nothing about its gradient: FSDP may leave it out or not.
-            empty = name in part.empty or (gradient is None and not absent)
-            presence.append(Presence(name, absent, empty))
-        nonfinite = self._nonfinite([gradients[name] for name in part.fqns])
-        return Statement(part.digest, presence, nonfinite, fault is not None)
+        mine = [gradients[name] for name in part.fqns]
+        absent = frozenset(n for n, g in zip(part.fqns, mine, strict=True) if g is None)
+        presence = _presence(part.fqns, part.empty, absent, self.runtime.missing_grad == "error")
+        return Statement(part.digest, presence, self._nonfinite(mine), fault is not None)
 
     def _nonfinite(self, gradients: Sequence[Tensor | None]) -> Tensor | None:
         """bool []: a local gradient is inf or nan. None if that is not looked at."""
         present = [g for g in gradients if g is not None and g.numel()]
         if self.runtime.nonfinite == "allow" or not present:
             return None
+        if takes(*present):
+            return has_nonfinite(present)
         # The largest magnitude is nan or inf exactly if some element is.
         return ~torch.isfinite(torch.nn.utils.get_total_norm(present, float("inf")))
 
@@ -283,6 +282,20 @@ class Agreement:
                 " Runtime(nonfinite='skip') to skip such steps or 'allow' to take them"
             )
         return None
+
+
+@functools.lru_cache(maxsize=64)
+def _presence(
+    fqns: tuple[str, ...], empty: frozenset[str], absent: frozenset[str], counts: bool
+) -> tuple[Presence, ...]:
+    """What a rank says of its gradients, of which those of `absent` are None.
+
+    counts: that matters. An empty shard says nothing: FSDP may leave its gradient out or not.
+    """
+    return tuple(
+        Presence(name, name in absent and counts, name in empty or (name in absent and not counts))
+        for name in fqns
+    )
 
 
 def _read_gradients(

@@ -32,7 +32,8 @@ __all__ = [
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of `tensor`, sharing its memory, outside of autograd."""
     # to_local() would make a view for autograd first, and a step asks hundreds of times.
-    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
+    held: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return held.detach() if held.requires_grad else held
 
 
 def device_mesh_of(tensor: Tensor, default: DeviceMesh | None) -> DeviceMesh | None:

@@ -8,6 +8,7 @@ add up to 255 only if all ranks sent the same value.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -106,10 +107,7 @@ def exchange_header(
     mine[DIGEST_BYTES:_NONFINITE] = bytes(255 - byte for byte in plan)
     mine[_FAULT] = statement.fault
     mine[_CROWDED] = statement.crowded
-    for index, parameter in enumerate(statement.presence):
-        if not parameter.empty:
-            start = _MISSING.start if parameter.missing else _PRESENT.start
-            mine[start + index % SLOTS] = 1
+    mine[_MISSING.start :] = _slots(tuple(statement.presence))
     header = torch.frombuffer(mine, dtype=torch.uint8)
     if device.type == "cuda":  # a copy from pageable memory would wait for the device
         header = header.pin_memory().to(device, non_blocking=True)
@@ -120,6 +118,16 @@ def exchange_header(
     for group in groups:
         collectives.all_reduce_max_(header, group, timeout_s)
     return header
+
+
+@functools.lru_cache(maxsize=64)
+def _slots(presence: tuple[Presence, ...]) -> bytes:
+    """The header's last bytes: who is missing, and who is present."""
+    missing, present = bytearray(SLOTS), bytearray(SLOTS)
+    for index, parameter in enumerate(presence):
+        if not parameter.empty:
+            (missing if parameter.missing else present)[index % SLOTS] = 1
+    return bytes(missing + present)
 
 
 def severity_of(header: Tensor, nonfinite: int) -> Tensor:

@@ -6,14 +6,13 @@ comes from planning's `Hop` and `Share`; both sides derive the same order, so no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from shardmuon.exchange import collectives
-from shardmuon.planning.layout import Coordinate
-from shardmuon.planning.routes import Hop, Parcel, Parcels, Share
+from shardmuon.planning.routes import Hop, Key, Manifest, Share, manifest_of
 
 __all__ = [
     "Cargo",
@@ -24,9 +23,11 @@ __all__ = [
     "row_stats_to_wire",
     "start_hop",
     "start_share",
+    "unpack",
+    "views_of",
 ]
 
-Cargo = dict[tuple[int, Coordinate], Tensor]
+Cargo = dict[Key, Tensor]
 """Flat wire tensors by (index of the matrix in its bucket, origin)."""
 
 
@@ -48,11 +49,19 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
-def pack(parcels: Iterable[Parcel], cargo: Cargo, buffer: Tensor) -> None:
-    """Copy `parcels` one after the other to the front of 1-D `buffer`."""
-    pieces = [cargo[parcel.matrix, parcel.origin] for parcel in parcels]
-    sizes = [piece.numel() for piece in pieces]
-    copy_all(buffer[: sum(sizes)].split_with_sizes(sizes), pieces)
+def pack(manifest: Manifest, cargo: Cargo, buffer: Tensor) -> None:
+    """Copy what `manifest` lists one after the other to the front of 1-D `buffer`."""
+    copy_all(views_of(manifest, buffer), [cargo[key] for key in manifest.keys])
+
+
+def views_of(manifest: Manifest, buffer: Tensor) -> Sequence[Tensor]:
+    """The parts of 1-D `buffer` in which the listed parcels lie, from its front on."""
+    return buffer[: manifest.elements].split_with_sizes(manifest.sizes)
+
+
+def unpack(manifest: Manifest, buffer: Tensor) -> Cargo:
+    """What `manifest` lists at the front of 1-D `buffer`, as views of it."""
+    return dict(zip(manifest.keys, views_of(manifest, buffer), strict=True))
 
 
 def start_hop(hop: Hop, buffer: Tensor, group: collectives.Group) -> Leg:
@@ -61,16 +70,15 @@ def start_hop(hop: Hop, buffer: Tensor, group: collectives.Group) -> Leg:
     With `hop.table` the exchange is an all-gather and `buffer` has length `hop.padded`.
     """
     if not hop.table:
-        sends, receives = ([hop.size(p) for p in side] for side in (hop.outgoing, hop.incoming))
-        received, work = collectives.all_to_all(buffer, sends, receives, group)
-        return Leg(work, lambda: dict(_unpack(hop.incoming, received, hop.back)))
+        received, work = collectives.all_to_all(buffer, hop.send_sizes, hop.receive_sizes, group)
+        return Leg(work, lambda: unpack(hop.received, received))
     gathered, work = collectives.all_gather(buffer, group)
 
     def mine() -> Cargo:
         cargo: Cargo = {}
         for row, received in zip(hop.table, gathered, strict=True):
             before = sum(map(hop.size, row[: hop.index]))
-            cargo.update(_unpack([row[hop.index]], received[before:], hop.back))
+            cargo |= unpack(manifest_of(row[hop.index], back=hop.back), received[before:])
         return cargo
 
     return Leg(work, mine)
@@ -82,22 +90,11 @@ def start_share(share: Share, buffer: Tensor, group: collectives.Group) -> Leg:
 
     def everyones() -> Cargo:
         result: Cargo = {}
-        for parcels, received in zip(share.parts, gathered, strict=True):
-            result.update(_unpack([parcels], received, back=True))
+        for manifest, received in zip(share.manifests, gathered, strict=True):
+            result |= unpack(manifest, received)
         return result
 
     return Leg(work, everyones)
-
-
-def _unpack(
-    sides: Iterable[Parcels], received: Tensor, back: bool
-) -> Iterator[tuple[tuple[int, Coordinate], Tensor]]:
-    """Views of `received`, parcel by parcel."""
-    parcels = [parcel for side in sides for parcel in side]
-    sizes = [p.scatter_elements if back else p.gather_elements for p in parcels]
-    views = received[: sum(sizes)].split_with_sizes(sizes)
-    for parcel, view in zip(parcels, views, strict=True):
-        yield (parcel.matrix, parcel.origin), view
 
 
 def row_stats_to_wire(row_stats: Tensor, dtype: torch.dtype) -> Tensor:

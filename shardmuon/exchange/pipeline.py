@@ -11,33 +11,31 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from shardmuon.exchange import collectives
+from shardmuon.exchange.assembly import Batch, assemble, batches_of, take_apart
 from shardmuon.exchange.legs import (
     Cargo,
     Leg,
-    copy_all,
     pack,
     row_stats_from_wire,
-    row_stats_to_wire,
     start_hop,
     start_share,
+    unpack,
 )
-from shardmuon.planning.layout import Block
-from shardmuon.planning.matrix import Matrix
 from shardmuon.planning.plan import Bucket
-from shardmuon.planning.routes import Hop, Parcel, Route, gather_size
+from shardmuon.planning.routes import Hop, Manifest, Route, manifest_of
 from shardmuon.rules import Commit, Shard, UpdateRule
 
 __all__ = ["Member", "Passage", "Tally", "Transit", "run_buckets"]
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """A matrix as this rank takes part in it. missing: no gradient; nothing of it may change."""
 
     rule: UpdateRule
@@ -78,26 +76,14 @@ class Passage:
     timeout_s: float | None
 
     @cached_property
-    def owned(self) -> Mapping[int, Sequence[Parcel]]:
-        """Parcels of every owned matrix by its index."""
-        return dict(self.route.owned)
+    def batches(self) -> tuple[Batch, ...]:
+        """Owned matrices, by what is orthogonalized together."""
+        return batches_of(self.bucket.matrices, self.route, self.batched)
 
     @cached_property
-    def batches(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of owned matrices that are orthogonalized together."""
-        alike: dict[object, list[int]] = defaultdict(list)
-        for index in self.owned:
-            matrix = self.bucket.matrices[index]
-            kind = (matrix.rows, matrix.cols, matrix.settings, matrix.method)
-            alike[kind if self.batched else index].append(index)
-        return tuple(map(tuple, alike.values()))
-
-    def batch_shapes(self) -> Iterable[tuple[Matrix, tuple[int, ...]]]:
-        """A matrix of each batch, and the shape in which the rule gets the batch."""
-        for indices in self.batches:
-            matrix = self.bucket.matrices[indices[0]]
-            count = (len(indices),) if len(indices) > 1 else ()
-            yield matrix, (*count, matrix.rows, matrix.cols)
+    def departing(self) -> Manifest:
+        """The blocks that this rank sends on their way, its own among them."""
+        return manifest_of(self.route.departing, back=False)
 
 
 @dataclass
@@ -116,13 +102,15 @@ class Transit:
         route = self.passage.route
         hop = route.hops[0] if route.hops else None
         with self._range("prepare"):
-            buffer = self._buffer(hop.buffer_elements if hop else gather_size(route.departing))
-            places = dict(_places(route.departing, buffer))
+            departing = self.passage.departing
+            buffer = self._buffer(hop.buffer_elements if hop else departing.elements)
+            parts = unpack(departing, buffer)
+            places = {index: part for (index, _), part in parts.items()}
             for rule, indices in self._busy():
                 shards = [self.members[index].shard for index in indices]
                 rule.prepare_all(shards, [places.get(index) for index in indices], self.commit)
         if hop is None:
-            self.cargo = {(p.matrix, p.origin): places[p.matrix] for p in route.departing}
+            self.cargo = parts
             return
         with self._range("gather"):
             self._start(hop, buffer)
@@ -135,13 +123,14 @@ class Transit:
                 self._send(hop)
                 self._arrive()
         with self._range("orthogonalize"):
-            wholes = self._assemble()
+            passage = self.passage
+            wholes = assemble(passage.batches, self.cargo, passage.dtype, passage.device)
             self.cargo = {}
-            for indices, whole in zip(self.passage.batches, wholes, strict=True):
-                self._update(indices, whole)
-        if self.passage.route.hops:
+            for batch, whole in zip(passage.batches, wholes, strict=True):
+                self._update(batch, whole)
+        if passage.route.hops:
             with self._range("scatter"):
-                self._send(self.passage.route.hops[-1].backwards())
+                self._send(passage.route.hops[-1].backwards)
 
     def apply(self) -> None:
         """Finish phase 4 and run phase 5 on this rank's block of every matrix."""
@@ -155,14 +144,14 @@ class Transit:
         route = self.passage.route
         self._arrive()
         for hop in reversed(route.hops[:-1]):
-            self._send(hop.backwards())
+            self._send(hop.backwards)
             self._arrive()
         for share in route.shares:
             buffer = self._buffer(share.padded)
-            pack(share.parts[share.index], self.cargo, buffer)
+            pack(share.manifests[share.index], self.cargo, buffer)
             self.cargo = {}
             self.leg = start_share(share, buffer, self.passage.groups[share.axis])
-            self._count(*share.wire_elements())
+            self._count(*share.wire_elements)
             self._arrive()
 
     def _apply(self, rule: UpdateRule, indices: Sequence[int]) -> None:
@@ -198,12 +187,12 @@ class Transit:
     def _send(self, hop: Hop) -> None:
         """Pack what this rank holds for `hop` and start it."""
         buffer = self._buffer(hop.buffer_elements)
-        pack((parcel for parcels in hop.outgoing for parcel in parcels), self.cargo, buffer)
+        pack(hop.sent, self.cargo, buffer)
         self.cargo = {}  # it is in the buffer, and need not wait for the wire
         self._start(hop, buffer)
 
     def _start(self, hop: Hop, buffer: Tensor) -> None:
-        self._count(*hop.wire_elements())
+        self._count(*hop.wire_elements)
         self.leg = start_hop(hop, buffer, self.passage.groups[hop.axis])
 
     def _arrive(self) -> None:
@@ -216,53 +205,12 @@ class Transit:
         self.tally.bytes_sent += sent * size
         self.tally.bytes_received += received * size
 
-    def _assemble(self) -> list[Tensor]:
-        """The owned matrices batch by batch, [rows, cols] or [n, rows, cols].
-
-        Each is fresh, contiguous and row-major: equal bits rest on that.
-        """
-        passage = self.passage
-        wholes, places, pieces = [], [], []
-        for indices, (_, shape) in zip(passage.batches, passage.batch_shapes(), strict=True):
-            whole = torch.empty(shape, dtype=passage.dtype, device=passage.device)
-            wholes.append(whole)
-            for index, target in zip(indices, whole.view(-1, *shape[-2:]), strict=True):
-                for parcel in passage.owned[index]:
-                    places.append(_block_of(target, parcel.block))
-                    pieces.append(self.cargo[index, parcel.origin].view(places[-1].shape))
-        copy_all(places, pieces)
-        return wholes
-
-    def _update(self, indices: Sequence[int], whole: Tensor) -> None:
+    def _update(self, batch: Batch, whole: Tensor) -> None:
         """Orthogonalize a batch and lay each origin's block of the updates out for the way back."""
-        first, passage = self.members[indices[0]], self.passage
-        self.tally.matrices_orthogonalized += len(indices)
+        first = self.members[batch.indices[0]]
+        self.tally.matrices_orthogonalized += len(batch.indices)
         update, stats = first.rule.orthogonalize(whole, first.shard.group)
-        # Those of tall matrices come column by column.
-        updates = update.to(passage.dtype).contiguous().view(len(indices), *whole.shape[-2:])
-        for place, (index, matrix) in enumerate(zip(indices, updates, strict=True)):
-            for parcel in passage.owned[index]:
-                piece = _block_of(matrix, parcel.block).reshape(-1)
-                if stats is not None:
-                    rows = slice(parcel.block.row_start, parcel.block.row_stop)
-                    theirs = stats.view(len(indices), -1)[place][rows]
-                    piece = torch.cat([piece, row_stats_to_wire(theirs, passage.dtype)])
-                self.cargo[index, parcel.origin] = piece
-
-
-def _block_of(matrix: Tensor, block: Block) -> Tensor:
-    """The rectangle `block` of a matrix; whole rows in one go."""
-    rows = matrix[block.row_start : block.row_stop]
-    if block.cols == matrix.size(1):
-        return rows
-    return rows[:, block.col_start : block.col_stop]
-
-
-def _places(parcels: Sequence[Parcel], buffer: Tensor) -> Iterable[tuple[int, Tensor]]:
-    """This rank's place in `buffer` for the block of each departing matrix."""
-    sizes = [parcel.gather_elements for parcel in parcels]
-    places = buffer[: sum(sizes)].split_with_sizes(sizes)
-    return ((parcel.matrix, place) for parcel, place in zip(parcels, places, strict=True))
+        self.cargo |= take_apart(batch, update, stats, self.passage.dtype)
 
 
 def run_buckets(transits: Iterable[Transit]) -> None:

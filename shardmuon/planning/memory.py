@@ -38,7 +38,7 @@ class Held(NamedTuple):
 def held_bytes(matrices: Sequence[Matrix], route: Route) -> Held:
     """What the rank of `route` holds for a bucket of `matrices`."""
     inwards = [_buffers(hop) for hop in route.hops] or [(gather_size(route.departing), 0)]
-    backs = [_buffers(hop.backwards()) for hop in reversed(route.hops)]
+    backs = [_buffers(hop.backwards) for hop in reversed(route.hops)]
     shares = [(share.padded, share.padded * len(share.parts)) for share in route.shares]
     wholes = sum(matrices[index].rows * matrices[index].cols for index, _ in route.owned)
     updates = sum(scatter_size(parcels) for _, parcels in route.owned)
@@ -94,7 +94,7 @@ def _buffers(hop: Hop) -> tuple[int, int]:
     """Wire elements (sent, received) of a hop as buffers, what stays on this rank included."""
     if hop.table:
         return hop.buffer_elements, hop.padded * len(hop.table)
-    return hop.buffer_elements, sum(map(hop.size, hop.incoming))
+    return hop.buffer_elements, sum(hop.receive_sizes)
 
 
 def _passing(first: int, legs: Sequence[tuple[int, int]]) -> Iterator[int]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import cached_property
+from itertools import chain, product
 from typing import NamedTuple
 
 from shardmuon.planning.layout import Block, Coordinate
@@ -19,12 +20,15 @@ from shardmuon.planning.matrix import Matrix
 
 __all__ = [
     "Hop",
+    "Key",
+    "Manifest",
     "Parcel",
     "Parcels",
     "Route",
     "Share",
     "gather_size",
     "make_route",
+    "manifest_of",
     "scatter_size",
 ]
 
@@ -45,6 +49,28 @@ class Parcel(NamedTuple):
 
 Parcels = tuple[Parcel, ...]
 
+Key = tuple[int, Coordinate]
+"""Which parcel: index of the matrix in its bucket, and origin."""
+
+
+class Manifest(NamedTuple):
+    """Parcels that lie one after the other in a buffer: keys, and wire elements of each."""
+
+    keys: tuple[Key, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return sum(self.sizes)
+
+
+def manifest_of(parcels: Sequence[Parcel], *, back: bool) -> Manifest:
+    """`parcels` in this order; back: with what travels beside updates."""
+    return Manifest(
+        tuple((p.matrix, p.origin) for p in parcels),
+        tuple(p.scatter_elements if back else p.gather_elements for p in parcels),
+    )
+
 
 @dataclass(frozen=True)
 class Hop:
@@ -62,6 +88,7 @@ class Hop:
     table: tuple[tuple[Parcels, ...], ...] = ()
     back: bool = False
 
+    @cached_property
     def backwards(self) -> Hop:
         """The same hop on the way back: what came from a position returns to it."""
         turned = tuple(zip(*self.table, strict=True))
@@ -71,7 +98,27 @@ class Hop:
         """Wire elements of `parcels` in this hop."""
         return scatter_size(parcels) if self.back else gather_size(parcels)
 
-    @property
+    @cached_property
+    def sent(self) -> Manifest:
+        """This rank's send buffer, without padding."""
+        return manifest_of([*chain(*self.outgoing)], back=self.back)
+
+    @cached_property
+    def received(self) -> Manifest:
+        """What arrives here, from all positions."""
+        return manifest_of([*chain(*self.incoming)], back=self.back)
+
+    @cached_property
+    def send_sizes(self) -> list[int]:
+        """Wire elements to each position."""
+        return [self.size(parcels) for parcels in self.outgoing]
+
+    @cached_property
+    def receive_sizes(self) -> list[int]:
+        """Wire elements from each position."""
+        return [self.size(parcels) for parcels in self.incoming]
+
+    @cached_property
     def padded(self) -> int:
         """Length of each position's part of the all-gather."""
         return max(sum(map(self.size, row)) for row in self.table)
@@ -79,15 +126,16 @@ class Hop:
     @property
     def buffer_elements(self) -> int:
         """Wire elements of this rank's send buffer, padding included."""
-        return self.padded if self.table else sum(map(self.size, self.outgoing))
+        return self.padded if self.table else sum(self.send_sizes)
 
+    @cached_property
     def wire_elements(self) -> tuple[int, int]:
         """Elements (sent to, received from) other ranks, padding included."""
-        others = [i for i in range(len(self.outgoing)) if i != self.index]
         if self.table:
-            return self.padded * len(others), self.padded * len(others)
-        sent = sum(self.size(self.outgoing[i]) for i in others)
-        return sent, sum(self.size(self.incoming[i]) for i in others)
+            count = self.padded * (len(self.outgoing) - 1)
+            return count, count
+        sent, received = sum(self.send_sizes), sum(self.receive_sizes)
+        return sent - self.send_sizes[self.index], received - self.receive_sizes[self.index]
 
 
 @dataclass(frozen=True)
@@ -101,11 +149,17 @@ class Share:
     index: int
     parts: tuple[Parcels, ...]
 
-    @property
+    @cached_property
+    def manifests(self) -> tuple[Manifest, ...]:
+        """What each position brings."""
+        return tuple(manifest_of(parcels, back=True) for parcels in self.parts)
+
+    @cached_property
     def padded(self) -> int:
         """Length of each position's part: torch has no uneven all-gather."""
         return max(map(scatter_size, self.parts))
 
+    @property
     def wire_elements(self) -> tuple[int, int]:
         """Elements (sent to, received from) other ranks, padding included."""
         count = self.padded * (len(self.parts) - 1)
@@ -136,9 +190,9 @@ class Route:
 
     def wire_elements(self) -> tuple[int, int]:
         """Elements (sent to, received from) other ranks in a step, padding included."""
-        legs = [hop.wire_elements() for hop in self.hops]
-        legs += [hop.backwards().wire_elements() for hop in self.hops]
-        legs += [share.wire_elements() for share in self.shares]
+        legs = [hop.wire_elements for hop in self.hops]
+        legs += [hop.backwards.wire_elements for hop in self.hops]
+        legs += [share.wire_elements for share in self.shares]
         return sum(sent for sent, _ in legs), sum(received for _, received in legs)
 
 

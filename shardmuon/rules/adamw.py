@@ -8,7 +8,7 @@ CUDA, single-tensor on CPU (torch's own default there), so on CPU it is bit-equa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from shardmuon.rules.base import Commit, Group
 __all__ = ["ElementShard", "adamw_step", "init_adamw_state"]
 
 
-@dataclass(frozen=True)
-class ElementShard:
+class ElementShard(NamedTuple):
     """Local tensors of one AdamW parameter, equal shapes, maybe empty; `step` is [] float32."""
 
     parameter: Tensor

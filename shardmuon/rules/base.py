@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ __all__ = ["Commit", "Shard", "UpdateRule", "wide"]
 Group = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """This rank's block of one matrix: plain local tensors, any of them may be empty.
 
     parameter: [block rows, block cols]. gradient: likewise, its own dtype, never written.

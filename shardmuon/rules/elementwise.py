@@ -1,6 +1,6 @@
-"""The elementwise halves of the Muon rule over many shards: one launch for all, where a GPU is.
+"""Elementwise work over many tensors: one launch for all, where a GPU is.
 
-Owns which shards go together and the tables of addresses that a launch reads. What it computes is
+Owns which tensors go together and the tables of addresses that a launch reads. What it computes is
 `MuonRule.prepare` and `MuonRule.apply`, to the bit; those remain the definition and do the rest.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +17,12 @@ from torch import Tensor
 from shardmuon.orthogonalize.products import has_kernels
 from shardmuon.rules.base import Commit
 
-__all__ = ["Application", "Preparation", "apply_many", "prepare_many", "takes"]
+__all__ = ["Application", "Preparation", "apply_many", "has_nonfinite", "prepare_many", "takes"]
 
 _HALVES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
-class Preparation:
+class Preparation(NamedTuple):
     """Advance `momentum` by `gradient` and write the update into `place`, if it travels at all.
 
     All flat or of one shape, contiguous, on one GPU.
@@ -37,8 +35,7 @@ class Preparation:
     nesterov: bool
 
 
-@dataclass(frozen=True)
-class Application:
+class Application(NamedTuple):
     """parameter <- parameter keep + update scale, in float32 and rounded once."""
 
     parameter: Tensor
@@ -49,9 +46,10 @@ class Application:
 
 def takes(*tensors: Tensor) -> bool:
     """Whether a kernel can work on these together."""
-    return all(
-        tensor.is_cuda and tensor.dtype in _HALVES and tensor.is_contiguous() for tensor in tensors
-    ) and has_kernels(tensors[0].device)
+    for tensor in tensors:  # a loop, because a step asks hundreds of times
+        if not (tensor.is_cuda and tensor.dtype in _HALVES and tensor.is_contiguous()):
+            return False
+    return has_kernels(tensors[0].device)
 
 
 def prepare_many(preparations: Sequence[Preparation], commit: Commit) -> None:
@@ -123,6 +121,31 @@ def apply_many(applications: Sequence[Application], commit: Commit) -> None:
             ALIGNED=all(address % 16 == 0 for row in table for address in row),
             BLOCK=BLOCK,
         )
+
+
+def has_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
+    """bool []: some element is inf or nan. tensors: at least one, as `takes` wants them."""
+    from shardmuon.rules.kernels import BLOCK, nonfinite_kernel
+
+    device = tensors[0].device
+    found = torch.zeros((), dtype=torch.bool, device=device)
+    kinds: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        kinds[tensor.dtype].append(tensor)
+    for dtype, same in kinds.items():
+        sizes = tuple(tensor.numel() for tensor in same)
+        addresses = [tensor.data_ptr() for tensor in same]
+        blocks = _blocks(sizes, BLOCK, device)
+        nonfinite_kernel[(len(blocks),)](
+            _on(device, torch.tensor([addresses, sizes])),
+            blocks,
+            found,
+            len(same),
+            TYPE=_triton_type(dtype),
+            ALIGNED=all(address % 16 == 0 for address in addresses),
+            BLOCK=BLOCK,
+        )
+    return found
 
 
 def _on(device: torch.device, table: Tensor) -> Tensor:

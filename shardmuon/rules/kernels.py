@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["BLOCK", "apply_kernel", "prepare_kernel"]
+__all__ = ["BLOCK", "apply_kernel", "nonfinite_kernel", "prepare_kernel"]
 
 BLOCK = 2048
 
@@ -106,3 +106,21 @@ def apply_kernel(  # noqa: PLR0913
     if GUARDED:
         write = mask & (tl.load(accepted) != 0)
     tl.store(parameters + offsets, tl.fma(scale, update, value).to(PARAMETER), write)
+
+
+@triton.jit
+def nonfinite_kernel(
+    table,
+    places,
+    found,
+    number,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rows of the table: tensor, size. Sets `found` if an element is inf or nan."""
+    tensor, offsets, mask = _block(table, places, 1, number, BLOCK)
+    values = tl.load(_pointer(table, 0, number, tensor, TYPE, ALIGNED) + offsets, mask, other=0)
+    values = values.to(tl.float32)
+    bad = tl.max((~(tl.abs(values) < float("inf"))).to(tl.int32), 0)
+    tl.store(found, bad != 0, bad != 0)  # all who write, write the same

@@ -103,6 +103,17 @@ def test_a_refused_step_keeps_nan_out() -> None:
         assert shard.parameter.isfinite().all()
 
 
+@pytest.mark.parametrize("shifted", [False, True])
+def test_one_bad_element_is_found(shifted: bool) -> None:
+    some = [tensor(s, dtype, i, shifted) for i, s in enumerate(SHAPES) for dtype in HALVES]
+    assert not elementwise.has_nonfinite(some)
+    for one in some:
+        for value in (float("inf"), float("-inf"), float("nan")):
+            old, one[-1, -1] = one[-1, -1].clone(), value
+            assert elementwise.has_nonfinite(some)
+            one[-1, -1] = old
+
+
 def transposed() -> list[Shard]:
     """Shards whose tensors are column-major."""
     return [

@@ -41,6 +41,7 @@ def main() -> None:
     check_far_offsets()
     check_copies()
     check_elementwise()
+    check_nonfinite()
     print("all right")
 
 
@@ -94,6 +95,21 @@ def check_elementwise() -> None:
             right += [s.state["momentum_buffer"][0] for s in shards]
             for mine, theirs in zip((*ours, *parameters, *momenta), right, strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def check_nonfinite() -> None:
+    """One bad element of many tensors is found wherever it is."""
+    for dtype in (torch.float32, torch.float16):
+        tensors = [torch.randn(size).to(dtype) for size in (1, 5, 3000, 4096)]
+        tensors.append(torch.full((3,), torch.finfo(dtype).max, dtype=dtype))
+        assert not elementwise.has_nonfinite(tensors)
+        for tensor in tensors:
+            for value in (float("inf"), -float("inf"), float("nan")):
+                old, tensor[-1] = tensor[-1].clone(), value
+                assert elementwise.has_nonfinite(tensors)
+                tensor[-1] = old
+    assert not elementwise.has_nonfinite([*tensors, torch.ones(7)])
+    assert elementwise.has_nonfinite([*tensors, torch.ones(7) / 0])
 
 
 def random(*shape: int) -> Tensor:

@@ -72,7 +72,7 @@ def test_blocks_reach_their_owner_and_updates_reach_every_rank(
             assert sum(p.block.numel for p in parcels) == whole.rows * whole.cols
             assert all((p.matrix, p.origin) in held[rank] for p in parcels)
     for depth in reversed(range(hops)):
-        back = {r: route.hops[depth].backwards() for r, route in routes.items()}
+        back = {r: route.hops[depth].backwards for r, route in routes.items()}
         held = move(held, routes, back, mesh)
     check_shares(bucket, routes, held)
 
