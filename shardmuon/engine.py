@@ -30,12 +30,13 @@ from shardmuon.entries import (
     structure_of,
 )
 from shardmuon.exchange import collectives
-from shardmuon.exchange.agreement import Agreed, Agreement, MeshPart
+from shardmuon.exchange.agreement import Agreed, Agreement, Doubt, MeshPart
 from shardmuon.exchange.blocks import BlockView, local
 from shardmuon.exchange.pipeline import Passage, Tally, Transit, run_buckets
 from shardmuon.exchange.replicas import differing_replicas
 from shardmuon.holdings import Holdings, Home, State, with_method
 from shardmuon.methods import Methods, is_open
+from shardmuon.overlap import Overlap, check_overlap
 from shardmuon.planning.matrix import AUTO, Matrix
 from shardmuon.planning.plan import Plan
 from shardmuon.planning.planner import make_plan
@@ -88,6 +89,7 @@ class Engine:
         self._has_stepped = False
         self._agreement = Agreement(runtime)
         self._methods = Methods(runtime)
+        self._overlap = Overlap(runtime)
         self._warm: Prepared | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,6 +118,10 @@ class Engine:
     def check(self) -> None:
         """Raise what the last step on a GPU found out and could not say without a stall."""
         self._agreement.raise_deferred()
+
+    def forget(self) -> None:
+        """State or settings were replaced: start nothing early from the old ones. Local."""
+        self._overlap.pause()
 
     def check_replicas(self, groups: Sequence[Group]) -> None:
         """RuntimeError naming parameters whose replicas do not hold the same bits."""
@@ -193,11 +199,14 @@ class Engine:
         runtime = self.runtime
         if runtime.deterministic:
             _refuse_other_methods(entries)
+        if runtime.overlap == "backward":
+            check_overlap(entries)
         matrices = self._methods.assign(found)
         plan = make_plan(
             matrices,
             exchange=runtime.exchange,
             bucket_bytes=runtime.bucket_bytes,
+            overlap=runtime.overlap,
             settings=json.dumps([runtime.deterministic, runtime.missing_grad, runtime.nonfinite]),
         )
         self._warn_of_repeated_work(matrices)
@@ -254,19 +263,36 @@ class Engine:
 
     def step(self, groups: Sequence[Group], state: State) -> None:
         """Advance all parameters and states by one step, or leave everything as it was."""
-        before = sum(collectives.calls.values())
-        self._agreement.raise_deferred()
+        before = sum(collectives.calls.values()) - self._overlap.started
         entries = list_entries(groups, self.default_mesh)
+        doubt = self._overlap.complete(entries, state)
+        try:
+            tally = self._take_step(groups, entries, state, doubt)
+        finally:
+            self._overlap.close()
+        self._stats = StepStats(
+            tally.matrices_orthogonalized,
+            tally.bytes_sent,
+            tally.bytes_received,
+            collectives=sum(collectives.calls.values()) - before,
+        )
+
+    def _take_step(
+        self, groups: Sequence[Group], entries: Sequence[Entry], state: State, doubt: Doubt
+    ) -> Tally:
+        self._agreement.raise_deferred()
         prepared = self._prepare_with_methods(entries)
         with record_function("shardmuon.header"):
-            agreed = self._agreement.open(prepared.plan, prepared.parts, entries)
+            agreed = self._agreement.open(prepared.plan, prepared.parts, entries, doubt)
         self._warn_of_no_gradients(entries, agreed)
         tally = Tally()
         if not agreed.refused:
             commit = Commit(agreed.accepted)
             holdings = Holdings(entries, prepared.homes, state, agreed.gradients, agreed.missing)
             run_buckets(
-                Transit(passage, holdings.members(passage), commit, tally)
+                Transit(
+                    passage, holdings.members(passage), commit, tally, self._overlap.take(passage)
+                )
                 for passage in prepared.passages
                 if not holdings.idle(passage)
             )
@@ -274,12 +300,8 @@ class Engine:
                 for group in groups:
                     if shards := holdings.element_shards(group):
                         adamw_step(shards, group, commit)
-        self._stats = StepStats(
-            tally.matrices_orthogonalized,
-            tally.bytes_sent,
-            tally.bytes_received,
-            collectives=sum(collectives.calls.values()) - before,
-        )
+        self._overlap.arm(prepared.passages, prepared.homes, entries, state)
+        return tally
 
 
 def _refuse_other_methods(entries: Sequence[Entry]) -> None:

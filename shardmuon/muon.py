@@ -237,6 +237,7 @@ class Muon(Optimizer):
                 group.setdefault(key, value)
         self._restore_dtypes(state_dict)
         self._reconcile_state()
+        self._engine.forget()
 
     def make_state(self, parameters: Iterable[Tensor]) -> None:
         """Make zero state for those of `parameters` that have none, frozen ones included. Local."""

@@ -13,11 +13,13 @@ __all__ = ["Runtime"]
 Exchange = Literal["auto", "all_gather"]
 MissingGrad = Literal["error", "zero"]
 NonFinite = Literal["error", "skip", "allow"]
+Overlap = Literal["none", "backward"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "exchange": get_args(Exchange),
     "missing_grad": get_args(MissingGrad),
     "nonfinite": get_args(NonFinite),
+    "overlap": get_args(Overlap),
 }
 
 
@@ -34,6 +36,10 @@ class Runtime:
         on all ranks if they differ; "zero" reads a missing gradient as zeros (decay applies).
     nonfinite: what an inf or nan in any rank's gradient does: "error" on all ranks, "skip" the
         step on all ranks, or "allow". The first two change neither parameters nor state.
+    overlap: "backward" sends a bucket to its owners as soon as backward has reduced its last
+        gradient; the same bits, for more memory. Nothing may change gradients between backward
+        and step then (no clipping). Needs process groups of its own, which the first step makes:
+        all ranks of the world must take it.
     timeout_s: seconds a host-side wait for a collective may take; None keeps the group's own.
     """
 
@@ -42,6 +48,7 @@ class Runtime:
     deterministic: bool = False
     missing_grad: MissingGrad = "error"
     nonfinite: NonFinite = "error"
+    overlap: Overlap = "none"
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:

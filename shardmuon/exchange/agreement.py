@@ -39,7 +39,7 @@ from shardmuon.runtime import Runtime
 
 _NONFINITE_SEVERITY = {"error": ERROR, "skip": SKIP, "allow": GOOD}
 
-__all__ = ["Agreed", "Agreement", "MeshPart", "Trainable"]
+__all__ = ["Agreed", "Agreement", "Doubt", "MeshPart", "Trainable"]
 
 
 class Trainable(Protocol):
@@ -85,6 +85,17 @@ class Agreed:
 
 
 @dataclass(frozen=True)
+class Doubt:
+    """Why this rank may not be able to take a step, as far as it is known before the header.
+
+    fault: text. stale: bool [], gradients changed after they were used.
+    """
+
+    fault: str | None = None
+    stale: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class _Heard:
     """An agreed header of a mesh and what this rank had said."""
 
@@ -113,14 +124,23 @@ class Agreement:
     _deferred: list[_Deferred] = field(default_factory=list)
     _crowded: dict[Mesh, bool] = field(default_factory=dict)
 
-    def open(self, plan: Plan, parts: Sequence[MeshPart], entries: Sequence[Trainable]) -> Agreed:
+    def open(
+        self,
+        plan: Plan,
+        parts: Sequence[MeshPart],
+        entries: Sequence[Trainable],
+        doubt: Doubt = Doubt(),
+    ) -> Agreed:
         """Agree on this step along every mesh. Raises on all ranks of these meshes, or on none."""
         # A rank may have made its plan before, alone, to look at it: what counts is the proof.
         is_new = plan is not self._proven
-        gradients, fault = _read_gradients(entries)
+        gradients, unusable = _read_gradients(entries)
+        fault = doubt.fault or unusable
         # Tensors on the host cannot wait for the device's word.
         on_host = is_new or not parts or not all(part.on_gpu for part in parts)
-        statements = [self._statement(part, gradients, fault) for part in parts]
+        statements = [
+            replace(self._statement(part, gradients, fault), stale=doubt.stale) for part in parts
+        ]
         heard = self._hear(parts, statements, fault, look=on_host)
         if on_host:
             on_cpu = not any(each.header.is_cuda for each in heard)
@@ -275,6 +295,12 @@ class Agreement:
                 f"{step} changed nothing: some ranks have no gradient for"
                 f" {', '.join(verdict.conflict[:8])} and others have one; give all ranks"
                 " a gradient or none, or set Runtime(missing_grad='zero')"
+            )
+        if verdict.stale:
+            return RuntimeError(
+                f"{step} changed nothing: on at least one rank a gradient changed between backward"
+                " and step, after Runtime(overlap='backward') had used it; clipping, unscaling and"
+                " zeroing need overlap='none'"
             )
         if not verdict.finite and self.runtime.nonfinite == "error":
             return RuntimeError(

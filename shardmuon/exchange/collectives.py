@@ -33,6 +33,7 @@ __all__ = [
     "host_group",
     "is_group",
     "is_initialized",
+    "private_groups",
     "rank",
     "start",
     "stop",
@@ -116,6 +117,20 @@ def host_group(timeout_s: float) -> Group:
         return None
     calls["new_group"] += 1
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+
+
+def private_groups(groups: Sequence[Group]) -> list[Group]:
+    """A new group of the same ranks for each of `groups`, in which nobody else communicates.
+
+    Collective over the whole world, whose ranks may bring different groups, or none.
+    """
+    mine = [tuple(dist.get_process_group_ranks(group)) for group in groups]
+    everyones = sorted({ranks for some in gather_objects(mine) for ranks in some})
+    made = {}
+    for ranks in everyones:  # torch wants all ranks at the making of every group
+        calls["new_group"] += 1
+        made[ranks] = dist.new_group(list(ranks))
+    return [made[ranks] for ranks in mine]
 
 
 def close_group(group: Group) -> None:

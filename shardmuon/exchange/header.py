@@ -47,7 +47,8 @@ _NONFINITE = 2 * DIGEST_BYTES
 _FAULT = _NONFINITE + 1
 _ELSEWHERE = _FAULT + 1
 _CROWDED = _ELSEWHERE + 1
-_MISSING = slice(_CROWDED + 1, _CROWDED + 1 + SLOTS)
+_STALE = _CROWDED + 1
+_MISSING = slice(_STALE + 1, _STALE + 1 + SLOTS)
 _PRESENT = slice(_MISSING.stop, _MISSING.stop + SLOTS)
 HEADER_BYTES = _PRESENT.stop
 
@@ -67,6 +68,7 @@ class Statement:
     digest: hex SHA-256 of its plan. nonfinite: bool [], None if nothing was found or looked for.
     fault: it cannot take the step and comes to say so, since staying away would hang the others.
     elsewhere: severity [] uint8 of what it heard on other meshes. crowded: it is in several meshes.
+    stale: bool [], gradients changed after they were used; None if none was.
     """
 
     digest: str
@@ -75,19 +77,21 @@ class Statement:
     fault: bool = False
     elsewhere: Tensor | None = None
     crowded: bool = False
+    stale: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Verdict:
     """What the ranks of a mesh agreed on, read on the host.
 
-    fault: some rank cannot take the step. missing: indices of parameters that have no gradient
-    on any rank. conflict: FQNs with a gradient on some ranks only. severity: the worst that this
-    or any other mesh has found.
+    fault: some rank cannot take the step. stale: gradients of some rank changed. missing: indices
+    of parameters that have no gradient on any rank. conflict: FQNs with a gradient on some ranks
+    only. severity: the worst that this or any other mesh has found.
     """
 
     same_plan: bool
     fault: bool
+    stale: bool
     finite: bool
     conflict: tuple[str, ...]
     missing: frozenset[int]
@@ -113,6 +117,8 @@ def exchange_header(
         header = header.pin_memory().to(device, non_blocking=True)
     if statement.nonfinite is not None:
         header[_NONFINITE] = statement.nonfinite
+    if statement.stale is not None:
+        header[_STALE] = statement.stale
     if statement.elsewhere is not None:
         header[_ELSEWHERE] = statement.elsewhere
     for group in groups:
@@ -137,7 +143,7 @@ def severity_of(header: Tensor, nonfinite: int) -> Tensor:
     """
     plan = header[:DIGEST_BYTES] + header[DIGEST_BYTES:_NONFINITE] == 255
     conflict = header[_MISSING].bool() & header[_PRESENT].bool()
-    bad = ~plan.all() | conflict.any() | header[_FAULT].bool()
+    bad = ~plan.all() | conflict.any() | header[_FAULT].bool() | header[_STALE].bool()
     found = torch.maximum(bad * ERROR, header[_NONFINITE].bool() * nonfinite)
     return torch.maximum(found.to(torch.uint8), header[_ELSEWHERE])
 
@@ -185,6 +191,7 @@ def read_header(header: Tensor, presence: Sequence[Presence]) -> Verdict:
     return Verdict(
         same_plan=bool(plan.all()),
         fault=bool(header[_FAULT]),
+        stale=bool(header[_STALE]),
         finite=not bool(header[_NONFINITE]),
         conflict=names,
         missing=absent,

@@ -32,7 +32,7 @@ from shardmuon.planning.plan import Bucket
 from shardmuon.planning.routes import Hop, Manifest, Route, manifest_of
 from shardmuon.rules import Commit, Shard, UpdateRule
 
-__all__ = ["Member", "Passage", "Tally", "Transit", "run_buckets"]
+__all__ = ["Member", "Passage", "Tally", "Transit", "run_buckets", "set_out"]
 
 
 class Member(NamedTuple):
@@ -85,6 +85,14 @@ class Passage:
         """The blocks that this rank sends on their way, its own among them."""
         return manifest_of(self.route.departing, back=False)
 
+    def buffer(self, elements: int) -> Tensor:
+        """Zeros, so that padding and missing gradients never send uninitialized memory."""
+        return torch.zeros(elements, dtype=self.dtype, device=self.device)
+
+    def range(self, phase: str) -> record_function:
+        """A named stretch of time for profilers."""
+        return record_function(f"shardmuon.{phase}.{self.number}")
+
 
 @dataclass
 class Transit:
@@ -98,46 +106,43 @@ class Transit:
     cargo: Cargo = field(default_factory=dict)
 
     def depart(self) -> None:
-        """Phases 1 and 2: advance every state, pack the blocks and start towards the owners."""
-        route = self.passage.route
-        hop = route.hops[0] if route.hops else None
-        with self._range("prepare"):
-            departing = self.passage.departing
-            buffer = self._buffer(hop.buffer_elements if hop else departing.elements)
-            parts = unpack(departing, buffer)
-            places = {index: part for (index, _), part in parts.items()}
-            for rule, indices in self._busy():
-                shards = [self.members[index].shard for index in indices]
-                rule.prepare_all(shards, [places.get(index) for index in indices], self.commit)
-        if hop is None:
-            self.cargo = parts
-            return
-        with self._range("gather"):
-            self._start(hop, buffer)
+        """Phases 1 and 2: advance every state, pack the blocks and start towards the owners.
+
+        A bucket that has set out during backward is on its way already.
+        """
+        hops = self.passage.route.hops
+        if self.leg is None:
+            group = self.passage.groups[hops[0].axis] if hops else None
+            self.leg, self.cargo = set_out(self.passage, self.members, self.commit, group)
+        else:
+            with self.passage.range("prepare"):
+                _prepare(self.members, {}, self.commit)
+        if hops:
+            self._count(*hops[0].wire_elements)
 
     def orthogonalize(self) -> None:
         """Finish phase 2, run phase 3 on the owned matrices and start phase 4."""
-        with self._range("gather"):
+        with self.passage.range("gather"):
             self._arrive()
             for hop in self.passage.route.hops[1:]:
                 self._send(hop)
                 self._arrive()
-        with self._range("orthogonalize"):
+        with self.passage.range("orthogonalize"):
             passage = self.passage
             wholes = assemble(passage.batches, self.cargo, passage.dtype, passage.device)
             self.cargo = {}
             for batch, whole in zip(passage.batches, wholes, strict=True):
                 self._update(batch, whole)
         if passage.route.hops:
-            with self._range("scatter"):
+            with self.passage.range("scatter"):
                 self._send(passage.route.hops[-1].backwards)
 
     def apply(self) -> None:
         """Finish phase 4 and run phase 5 on this rank's block of every matrix."""
-        with self._range("scatter"):
+        with self.passage.range("scatter"):
             self._finish_scatter()
-        with self._range("apply"):
-            for rule, indices in self._busy():
+        with self.passage.range("apply"):
+            for rule, indices in _busy(self.members):
                 self._apply(rule, indices)
 
     def _finish_scatter(self) -> None:
@@ -147,7 +152,7 @@ class Transit:
             self._send(hop.backwards)
             self._arrive()
         for share in route.shares:
-            buffer = self._buffer(share.padded)
+            buffer = self.passage.buffer(share.padded)
             pack(share.manifests[share.index], self.cargo, buffer)
             self.cargo = {}
             self.leg = start_share(share, buffer, self.passage.groups[share.axis])
@@ -168,25 +173,9 @@ class Transit:
             row_stats.append(stats)
         rule.apply_all(shards, updates, row_stats, self.commit)
 
-    def _range(self, phase: str) -> record_function:
-        """A named stretch of time for profilers."""
-        return record_function(f"shardmuon.{phase}.{self.passage.number}")
-
-    def _busy(self) -> Iterable[tuple[UpdateRule, list[int]]]:
-        """Indices of the members that have something to do here, by rule."""
-        by_rule: dict[UpdateRule, list[int]] = defaultdict(list)
-        for index, member in enumerate(self.members):
-            if not member.idle:
-                by_rule[member.rule].append(index)
-        return by_rule.items()
-
-    def _buffer(self, elements: int) -> Tensor:
-        """Zeros, so that padding and missing gradients never send uninitialized memory."""
-        return torch.zeros(elements, dtype=self.passage.dtype, device=self.passage.device)
-
     def _send(self, hop: Hop) -> None:
         """Pack what this rank holds for `hop` and start it."""
-        buffer = self._buffer(hop.buffer_elements)
+        buffer = self.passage.buffer(hop.buffer_elements)
         pack(hop.sent, self.cargo, buffer)
         self.cargo = {}  # it is in the buffer, and need not wait for the wire
         self._start(hop, buffer)
@@ -211,6 +200,39 @@ class Transit:
         self.tally.matrices_orthogonalized += len(batch.indices)
         update, stats = first.rule.orthogonalize(whole, first.shard.group)
         self.cargo |= take_apart(batch, update, stats, self.passage.dtype)
+
+
+def set_out(
+    passage: Passage, members: Sequence[Member], commit: Commit, group: collectives.Group
+) -> tuple[Leg | None, Cargo]:
+    """Prepare the members and start the first hop on `group`; (leg, what need not travel).
+
+    What has no member travels as zeros.
+    """
+    hop = passage.route.hops[0] if passage.route.hops else None
+    with passage.range("prepare"):
+        buffer = passage.buffer(hop.buffer_elements if hop else passage.departing.elements)
+        parts = unpack(passage.departing, buffer)
+        _prepare(members, {index: part for (index, _), part in parts.items()}, commit)
+    if hop is None:
+        return None, parts
+    with passage.range("gather"):
+        return start_hop(hop, buffer, group), {}
+
+
+def _prepare(members: Sequence[Member], places: Mapping[int, Tensor], commit: Commit) -> None:
+    for rule, indices in _busy(members):
+        shards = [members[index].shard for index in indices]
+        rule.prepare_all(shards, [places.get(index) for index in indices], commit)
+
+
+def _busy(members: Sequence[Member]) -> Iterable[tuple[UpdateRule, list[int]]]:
+    """Indices of the members that have something to do here, by rule."""
+    by_rule: dict[UpdateRule, list[int]] = defaultdict(list)
+    for index, member in enumerate(members):
+        if not member.idle:
+            by_rule[member.rule].append(index)
+    return by_rule.items()
 
 
 def run_buckets(transits: Iterable[Transit]) -> None:

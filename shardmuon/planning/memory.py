@@ -25,7 +25,7 @@ class Held(NamedTuple):
 
     preparing: blocks are packed and sent. arriving: they travel to their owners. working: whole
     matrices are put together, orthogonalized and sent back. returning: updates travel back.
-    applying: the rest of their way, and their use.
+    applying: the rest of their way, and their use. early: `arriving`, if it leaves before the step.
     """
 
     preparing: int
@@ -33,10 +33,11 @@ class Held(NamedTuple):
     working: int
     returning: int
     applying: int
+    early: int = 0
 
 
-def held_bytes(matrices: Sequence[Matrix], route: Route) -> Held:
-    """What the rank of `route` holds for a bucket of `matrices`."""
+def held_bytes(matrices: Sequence[Matrix], route: Route, overlap: str = "none") -> Held:
+    """What the rank of `route` holds for a bucket of `matrices`; `overlap` as in Runtime."""
     inwards = [_buffers(hop) for hop in route.hops] or [(gather_size(route.departing), 0)]
     backs = [_buffers(hop.backwards) for hop in reversed(route.hops)]
     shares = [(share.padded, share.padded * len(share.parts)) for share in route.shares]
@@ -58,6 +59,7 @@ def held_bytes(matrices: Sequence[Matrix], route: Route) -> Held:
         working * size,
         returning * size,
         applying * size + elementwise,
+        early=arriving * size if overlap == "backward" and route.hops else 0,
     )
 
 
@@ -65,12 +67,13 @@ def most_bytes(buckets: Sequence[Held]) -> int:
     """The most bytes at any moment of a step that takes `buckets` in this order.
 
     While one bucket is worked on, one behind it is on its way in and one before it on its way back.
-    Buckets without a gradient are passed over, so these need not be its neighbours.
+    Buckets without a gradient are passed over, so these need not be its neighbours. Those that set
+    out early are all on their way until their turn comes.
     """
     if not buckets:
         return 0
     before = _largest_so_far(buckets)
-    after = [*_largest_so_far(buckets[::-1])][::-1]
+    after = [*_coming(buckets[::-1])][::-1]
     most = 0
     for bucket, gone, coming in zip(buckets, before, after, strict=True):
         most = max(
@@ -86,8 +89,22 @@ def most_bytes(buckets: Sequence[Held]) -> int:
 
 def _largest_so_far(buckets: Sequence[Held]) -> Iterator[Held]:
     """For each bucket, the most in each stage among those that come before it."""
-    nothing = Held(0, 0, 0, 0, 0)
-    return accumulate(buckets[:-1], lambda a, b: Held(*map(max, a, b)), initial=nothing)
+    return accumulate(buckets[:-1], _largest, initial=Held(0, 0, 0, 0, 0))
+
+
+def _coming(buckets: Sequence[Held]) -> Iterator[Held]:
+    """For each bucket, what is held for those before it, when they are still to be worked on."""
+    early, largest = 0, Held(0, 0, 0, 0, 0)
+    for bucket in buckets:
+        yield Held(early + largest.preparing, early + largest.arriving, 0, 0, 0)
+        early += bucket.early
+        # When its turn comes, only its state is left to advance.
+        preparing, arriving = (n - bucket.early for n in (bucket.preparing, bucket.arriving))
+        largest = _largest(largest, Held(preparing, arriving, 0, 0, 0))
+
+
+def _largest(one: Held, other: Held) -> Held:
+    return Held(*map(max, one, other))
 
 
 def _buffers(hop: Hop) -> tuple[int, int]:

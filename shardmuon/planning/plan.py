@@ -77,12 +77,14 @@ class Plan:
     """Owners and buckets of all matrices of an optimizer that this rank takes part in.
 
     buckets: in the order of execution, the same on all ranks of a mesh. exchange: as in Runtime.
-    settings: canonical text of everything else that the ranks of a mesh must share.
+    settings: canonical text of everything else that the ranks of a mesh must share. overlap: as in
+    Runtime.
     """
 
     buckets: tuple[Bucket, ...]
     exchange: str = "auto"
     settings: str = ""
+    overlap: str = "none"
 
     def __post_init__(self) -> None:
         seen: set[str] = set()
@@ -155,7 +157,7 @@ class Plan:
                     size = bucket.matrices[0].wire_bytes
                     out, into = route.wire_elements()
                     sent, received = sent + out * size, received + into * size
-                    buckets.append(held_bytes(bucket.matrices, route))
+                    buckets.append(held_bytes(bucket.matrices, route, self.overlap))
             self._traffic_of[rank] = Traffic(sent, received, most_bytes(buckets))
         return self._traffic_of[rank]
 
@@ -183,7 +185,7 @@ class Plan:
 
     def digest_of(self, meshes: tuple[Mesh, ...]) -> str:
         """Digest of the part of the plan that runs on `meshes`."""
-        text = json.dumps([self.exchange, self.settings, self.describe(meshes)])
+        text = json.dumps([self.exchange, self.settings, self.overlap, self.describe(meshes)])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def describe(self, meshes: tuple[Mesh, ...]) -> list[list[object]]:

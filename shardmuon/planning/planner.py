@@ -5,11 +5,13 @@ once, mesh by mesh, loads carried along, and then a local search (`balance.py`);
 where it is whole if that costs no time.
 Buckets: each owner's matrices cut into portions of `bucket_bytes`; bucket k holds the k-th portion
 of every owner. Both are deterministic and do not depend on the order in which matrices are given.
+Matrices are taken by cost, so that equal ones share a batch, or in the order of backward.
 """
 
 from __future__ import annotations
 
 import heapq
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -22,9 +24,14 @@ __all__ = ["make_plan"]
 
 
 def make_plan(
-    matrices: Iterable[Matrix], *, exchange: str = "auto", bucket_bytes: int, settings: str = ""
+    matrices: Iterable[Matrix],
+    *,
+    exchange: str = "auto",
+    bucket_bytes: int,
+    overlap: str = "none",
+    settings: str = "",
 ) -> Plan:
-    """Plan all `matrices`; see `Plan` for `exchange` and `settings`.
+    """Plan all `matrices`; see `Plan` for `exchange`, `overlap` and `settings`.
 
     Meshes are planned from the largest to the smallest, and loads are carried only to meshes
     inside: all ranks of a mesh know of the meshes that contain it, and of no others for certain.
@@ -39,8 +46,13 @@ def make_plan(
         loads = {rank: sum(load[rank] for load in around) for rank in mesh.ranks}
         owners, after = assign_owners(by_mesh[mesh], mesh.ranks, loads)
         added[mesh] = {rank: after[rank] - loads[rank] for rank in mesh.ranks}
-        buckets += make_buckets(by_mesh[mesh], owners, bucket_bytes)
-    return Plan(tuple(buckets), exchange, settings)
+        ordered = sorted(by_mesh[mesh], key=_cost_order)
+        if overlap == "backward":
+            ordered.sort(key=_by_name, reverse=True)
+        buckets += make_buckets(ordered, owners, bucket_bytes)
+    if overlap == "backward":  # a bucket is complete with the last of its matrices
+        buckets.sort(key=lambda bucket: min(map(_by_name, bucket.matrices)), reverse=True)
+    return Plan(tuple(buckets), exchange, settings, overlap)
 
 
 def assign_owners(
@@ -110,11 +122,13 @@ def make_buckets(
 ) -> list[Bucket]:
     """Cut each owner's matrices into portions of at most `bucket_bytes` and align the portions.
 
+    Matrices keep their order.
+
     Matrices that cannot travel in one message (other axes or wire dtype) never share a bucket.
     A matrix larger than `bucket_bytes` is a portion of its own.
     """
     lanes: dict[tuple[object, ...], dict[int, list[Matrix]]] = defaultdict(dict)
-    for matrix in sorted(matrices, key=_cost_order):
+    for matrix in matrices:
         lanes[lane(matrix)].setdefault(owners[matrix.id], []).append(matrix)
     buckets: list[Bucket] = []
     for _, queues in sorted(lanes.items(), key=lambda item: str(item[0])):
@@ -144,3 +158,12 @@ def _portions(queue: Sequence[Matrix], bucket_bytes: int) -> list[list[Matrix]]:
 
 def _cost_order(matrix: Matrix) -> tuple[int, str]:
     return -matrix.cost, matrix.id
+
+
+def _by_name(matrix: Matrix) -> list[tuple[bool, int, str]]:
+    """Orders names with the numbers in them as numbers; backward meets the last layer first.
+
+    Of the order inside a layer names say nothing, but a bucket spans layers.
+    """
+    parts = [part for part in re.split(r"(\d+)", matrix.id) if part]
+    return [(True, int(p), p) if p.isdecimal() else (False, 0, p) for p in parts]

@@ -40,12 +40,16 @@ class Commit:
 
     accepted: None if the host already knows that the step is taken; else a bool tensor [] on the
     device. A refused step *selects* the old values: multiplying by zero would keep NaN.
+    writes: False while it is not yet time to take the step, and nothing may change.
     """
 
     accepted: Tensor | None = None
+    writes: bool = True
 
     def write(self, target: Tensor, value: Tensor) -> None:
         """Set `target` to `value` (rounded to its dtype) in place."""
+        if not self.writes:
+            return
         if self.accepted is not None:
             value = torch.where(self.accepted, value.to(target.dtype), target)
         target.copy_(value)
@@ -55,9 +59,11 @@ class UpdateRule(ABC):
     """One way to update a matrix through an orthogonalized whole.
 
     row_stats: `orthogonalize` also returns one float32 per row, which then reaches `apply`.
+    prepare_keys: keys of the group that `prepare` reads.
     """
 
     row_stats = False
+    prepare_keys: tuple[str, ...] = ()
 
     @abstractmethod
     def init_state(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
@@ -65,7 +71,10 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def prepare(self, shard: Shard, commit: Commit) -> Tensor:
-        """Advance the state and return this block of the matrix to orthogonalize."""
+        """Advance the state and return this block of the matrix to orthogonalize.
+
+        The block is the same whether `commit` writes or not.
+        """
 
     @abstractmethod
     def orthogonalize(self, whole: Tensor, group: Group) -> tuple[Tensor, Tensor | None]:

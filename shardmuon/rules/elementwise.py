@@ -17,7 +17,15 @@ from torch import Tensor
 from shardmuon.orthogonalize.products import has_kernels
 from shardmuon.rules.base import Commit
 
-__all__ = ["Application", "Preparation", "apply_many", "has_nonfinite", "prepare_many", "takes"]
+__all__ = [
+    "Application",
+    "Preparation",
+    "apply_many",
+    "bit_sum",
+    "has_nonfinite",
+    "prepare_many",
+    "takes",
+]
 
 _HALVES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -81,6 +89,7 @@ def prepare_many(preparations: Sequence[Preparation], commit: Commit) -> None:
             first.decay,
             1 - first.decay,
             NESTEROV=first.nesterov,
+            WRITES=commit.writes,
             GUARDED=commit.accepted is not None,
             GRADIENT=_triton_type(first.gradient.dtype),
             MOMENTUM=_triton_type(first.momentum.dtype),
@@ -125,27 +134,48 @@ def apply_many(applications: Sequence[Application], commit: Commit) -> None:
 
 def has_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     """bool []: some element is inf or nan. tensors: at least one, as `takes` wants them."""
-    from shardmuon.rules.kernels import BLOCK, nonfinite_kernel
+    found = torch.zeros((), dtype=torch.bool, device=tensors[0].device)
+    _scan(tensors, found, "nonfinite_kernel")
+    return found
+
+
+def bit_sum(tensors: Sequence[Tensor]) -> Tensor:
+    """int64 []: the bits of all elements as integers, added up (wrapping): a cheap fingerprint.
+
+    Zero on the CPU for no tensors.
+    """
+    full = [tensor for tensor in tensors if tensor.numel()]
+    total = torch.zeros((), dtype=torch.int64, device=full[0].device if full else None)
+    if full and takes(*full):
+        _scan(full, total, "bit_sum_kernel")
+        return total
+    for tensor in full:
+        integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
+        total += tensor.view(integers).sum(dtype=torch.int64)
+    return total
+
+
+def _scan(tensors: Sequence[Tensor], result: Tensor, kernel: str) -> None:
+    """Run a kernel that reads tensors and writes one number, one launch per dtype."""
+    from shardmuon.rules import kernels
 
     device = tensors[0].device
-    found = torch.zeros((), dtype=torch.bool, device=device)
     kinds: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         kinds[tensor.dtype].append(tensor)
     for dtype, same in kinds.items():
         sizes = tuple(tensor.numel() for tensor in same)
         addresses = [tensor.data_ptr() for tensor in same]
-        blocks = _blocks(sizes, BLOCK, device)
-        nonfinite_kernel[(len(blocks),)](
+        blocks = _blocks(sizes, kernels.BLOCK, device)
+        getattr(kernels, kernel)[(len(blocks),)](
             _on(device, torch.tensor([addresses, sizes])),
             blocks,
-            found,
+            result,
             len(same),
             TYPE=_triton_type(dtype),
             ALIGNED=all(address % 16 == 0 for address in addresses),
-            BLOCK=BLOCK,
+            BLOCK=kernels.BLOCK,
         )
-    return found
 
 
 def _on(device: torch.device, table: Tensor) -> Tensor:

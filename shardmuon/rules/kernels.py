@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["BLOCK", "apply_kernel", "nonfinite_kernel", "prepare_kernel"]
+__all__ = ["BLOCK", "apply_kernel", "bit_sum_kernel", "nonfinite_kernel", "prepare_kernel"]
 
 BLOCK = 2048
 
@@ -52,6 +52,7 @@ def prepare_kernel(  # noqa: PLR0913
     momentum,
     weight,
     NESTEROV: tl.constexpr,
+    WRITES: tl.constexpr,
     GUARDED: tl.constexpr,
     GRADIENT: tl.constexpr,
     MOMENTUM: tl.constexpr,
@@ -70,10 +71,11 @@ def prepare_kernel(  # noqa: PLR0913
     gradient = tl.load(gradients + offsets, mask).to(MOMENTUM).to(tl.float32)
     old = tl.load(momenta + offsets, mask).to(tl.float32)
     new = _lerp(old, gradient, weight).to(MOMENTUM)
-    write = mask
-    if GUARDED:
-        write = mask & (tl.load(accepted) != 0)
-    tl.store(momenta + offsets, new, write)
+    if WRITES:
+        write = mask
+        if GUARDED:
+            write = mask & (tl.load(accepted) != 0)
+        tl.store(momenta + offsets, new, write)
     update = new
     if NESTEROV:
         update = _lerp(gradient, new.to(tl.float32), momentum)
@@ -124,3 +126,23 @@ def nonfinite_kernel(
     values = values.to(tl.float32)
     bad = tl.max((~(tl.abs(values) < float("inf"))).to(tl.int32), 0)
     tl.store(found, bad != 0, bad != 0)  # all who write, write the same
+
+
+@triton.jit
+def bit_sum_kernel(
+    table,
+    places,
+    total,
+    number,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rows of the table: tensor, size. Adds the bits of all elements, as integers, to `total`."""
+    tensor, offsets, mask = _block(table, places, 1, number, BLOCK)
+    values = tl.load(_pointer(table, 0, number, tensor, TYPE, ALIGNED) + offsets, mask, other=0)
+    if tl.float32 == TYPE:
+        bits = values.to(tl.int32, bitcast=True)
+    else:
+        bits = values.to(tl.int16, bitcast=True)
+    tl.atomic_add(total, tl.sum(bits.to(tl.int64), 0))

@@ -38,6 +38,8 @@ def update_scale(rows: int, cols: int, adjust_lr_fn: str | None) -> float:
 class MuonRule(UpdateRule):
     """State: `momentum_buffer`, the running average of gradients, in `momentum_dtype`."""
 
+    prepare_keys = ("momentum", "nesterov")
+
     def init_state(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
         dtype = group["momentum_dtype"] or parameter.dtype
         return {"momentum_buffer": torch.zeros_like(parameter, dtype=dtype, requires_grad=False)}

@@ -24,7 +24,7 @@ from shardmuon.exchange import collectives
 from shardmuon.muon import Muon
 from shardmuon.planning.report import table
 from shardmuon.tools.profiling import record
-from shardmuon.tools.subjects import Unfit, make_optimizers, make_subject
+from shardmuon.tools.subjects import RUNTIMES, Unfit, make_optimizers, make_subject
 from shardmuon.tools.workloads import WORKLOADS, Workload
 from shardmuon.training import place
 from shardmuon.training.config import Mesh
@@ -37,6 +37,7 @@ HEADER = ("optimizer", "step ms", "iteration ms", "peak GB", "first 3, s", "expo
 NOTES = {
     "vanilla": "torch.optim.Muon on the DTensors as they are",
     "owner": "all matrices in one bucket, so that nothing hides the exchange",
+    "overlap": "shardmuon with Runtime(overlap='backward')",
 }
 
 
@@ -108,7 +109,7 @@ def _measure_or_skip(name: str, workload: Workload, here: Place, steps: int) -> 
     except Unfit as error:
         result = str(error)
     except Exception as error:
-        if name in ("shardmuon", "owner"):
+        if name in RUNTIMES:
             raise
         traceback.print_exc()
         result = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     step = kinds.add_parser("step", help="optimizer steps and whole iterations, side by side")
     step.add_argument("model", choices=WORKLOADS)
     step.add_argument(
-        "--optimizers", type=_optimizers, help="which, as in adamw,shardmuon; left out: all four"
+        "--optimizers", type=_optimizers, help="which, as in adamw,shardmuon; left out: all five"
     )
     step.add_argument("--packages", action="store_true", help="also those of other packages")
     step.add_argument("--steps", type=_count, default=12, help="measured iterations")
@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     trace = commands.add_parser("trace", help="profile shardmuon's steps, rank by rank")
     trace.add_argument("model", choices=WORKLOADS)
     trace.add_argument("--folder", type=Path, default=Path("trace"), help="for traces and picture")
+    trace.add_argument("--overlap", action="store_true", help="with Runtime(overlap='backward')")
     trace.add_argument("--steps", type=_count, default=3, help="profiled iterations")
     return parser
 
@@ -119,7 +120,9 @@ def _bench(options: argparse.Namespace) -> None:
 def _trace(options: argparse.Namespace) -> None:
     from shardmuon.tools import trace
 
-    trace.run(options.model, options.folder, options.steps)
+    trace.run(
+        options.model, options.folder, options.steps, "overlap" if options.overlap else "shardmuon"
+    )
 
 
 def _export(options: argparse.Namespace) -> None:

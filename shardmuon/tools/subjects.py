@@ -30,8 +30,14 @@ from shardmuon.training.config import Model, Precision
 from shardmuon.training.model import CausalLM
 from shardmuon.training.place import Place, autocast
 
-__all__ = ["Subject", "Unfit", "make_optimizers", "make_subject", "unfilled"]
+__all__ = ["RUNTIMES", "Subject", "Unfit", "make_optimizers", "make_subject", "unfilled"]
 
+# Shardmuon under several names.
+RUNTIMES = {
+    "shardmuon": Runtime(),
+    "owner": Runtime(bucket_bytes=2**62),
+    "overlap": Runtime(overlap="backward"),
+}
 SEED = 0
 LR = 1e-4  # small: random tokens teach nothing, and numbers must stay finite
 
@@ -161,9 +167,8 @@ def make_optimizers(name: str, subject: Subject) -> list[Optimizer]:
     model, place = subject.model, subject.place
     named = dict(model.named_parameters())
     groups = param_groups(model, muon={"lr": LR}, adamw={"lr": LR})
-    if name in ("shardmuon", "owner"):
-        runtime = Runtime() if name == "shardmuon" else Runtime(bucket_bytes=2**62)
-        return [Muon(groups, mesh=place.mesh, runtime=runtime)]
+    if name in RUNTIMES:
+        return [Muon(groups, mesh=place.mesh, runtime=RUNTIMES[name])]
     fused = place.device.type == "cuda"
     if name == "adamw":
         return [torch.optim.AdamW(named.values(), lr=LR, fused=fused)]

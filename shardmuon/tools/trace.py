@@ -36,22 +36,25 @@ HEADER = (
 )
 
 
-def run(model: str, folder: Path, steps: int) -> None:
-    """Profile `steps` iterations of `model` with shardmuon, write into `folder`. Collective."""
+def run(model: str, folder: Path, steps: int, optimizer: str = "shardmuon") -> None:
+    """Profile `steps` iterations of `model`, write into `folder`. Collective.
+
+    optimizer: "shardmuon" or, of the same with other settings, "owner" or "overlap".
+    """
     here = place.start(Mesh(), place.choose_device(Mesh()))
     folder.mkdir(parents=True, exist_ok=True)
     subject = make_subject(WORKLOADS[model], here)
-    subject.optimizers = make_optimizers("shardmuon", subject)
+    subject.optimizers = make_optimizers(optimizer, subject)
     for _ in range(WARM_UP):
         subject.iterate()
     path = folder / f"trace-rank{here.rank}.json.gz"
     found = record(subject, steps, path)
     summaries: list[Summary] = collectives.gather_objects(found.summary())
     ranks: list[Timeline] = collectives.gather_objects(found.last_step())
-    (optimizer,) = subject.optimizers
-    if here.first and isinstance(optimizer, Muon):
+    (muon,) = subject.optimizers
+    if here.first and isinstance(muon, Muon):
         print(f"{model}, {here.ranks} rank(s) on {here.device.type}; means of {steps} step(s)\n")
-        loads = optimizer.plan.loads()
+        loads = muon.plan.loads()
         print("\n".join(report(summaries, loads)))
         if ranks[0].on_host:
             print("\nWithout a GPU: times of the host, and of gloo's threads for communication.")

@@ -11,7 +11,7 @@ from shardmuon.training.config import Model
 
 __all__ = ["OPTIMIZERS", "PACKAGES", "WORKLOADS", "Experts", "Workload"]
 
-OPTIMIZERS = ("adamw", "vanilla", "owner", "shardmuon")
+OPTIMIZERS = ("adamw", "vanilla", "owner", "shardmuon", "overlap")
 PACKAGES = {"muonium": "muonium", "muon-fsdp2": "muon_fsdp2"}
 """Other packages' optimizers, by the name on PyPI, with the module's name."""
 

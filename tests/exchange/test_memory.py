@@ -72,9 +72,12 @@ def _peak(problem: Problem) -> tuple[int, int, int]:
     return _measured(optimizer, lambda step: set_gradients(params, problem, step, mesh))
 
 
-def equal_matrices(count: int, placement: str, exchange: str, in_bucket: int) -> Problem:
+def equal_matrices(
+    count: int, placement: str, exchange: str, in_bucket: int, overlap: str = "none"
+) -> Problem:
     """`count` matrices in buckets with `in_bucket` of each owner."""
     settings: dict[str, Any] = {"exchange": exchange, "bucket_bytes": in_bucket * WHOLE}
+    settings["overlap"] = overlap
     return Problem(
         shapes=((SIDE, SIDE),) * count,
         placements=(placement,),
@@ -119,6 +122,22 @@ def test_larger_buckets_take_what_the_plan_says(
         # The bound takes equal matrices as one batch, which they are on a GPU only.
         assert 0.5 * bound < peak <= bound + NUMBERS
         assert left == 0
+
+
+@pytest.mark.parametrize("in_bucket", [1, 2])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_buckets_that_leave_early_are_all_in_flight(
+    pools: Worlds, placement: str, in_bucket: int
+) -> None:
+    late, early = (
+        pools.run(4, _peak, equal_matrices(13, placement, "auto", in_bucket, overlap))
+        for overlap in ("none", "backward")
+    )
+    for (_, _, usual), (peak, left, bound) in zip(late, early, strict=True):
+        assert 0.5 * bound < peak <= bound + NUMBERS
+        assert left == 0
+        assert bound >= usual
+        assert (bound > usual) == (placement != "replicate" and in_bucket == 1)
 
 
 BF16: Mapping[str, Any] = {"dtype": torch.bfloat16}

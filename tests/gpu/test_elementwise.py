@@ -114,6 +114,16 @@ def test_one_bad_element_is_found(shifted: bool) -> None:
             one[-1, -1] = old
 
 
+@pytest.mark.parametrize("shifted", [False, True])
+def test_bits_are_added_up_as_on_a_cpu(shifted: bool) -> None:
+    for dtype in HALVES:
+        some = [tensor(s, dtype, i, shifted) for i, s in enumerate(SHAPES)]
+        right = elementwise.bit_sum([one.cpu() for one in some])
+        assert elementwise.bit_sum(some).cpu() == right
+        some[-1].mul_(0.999)
+        assert elementwise.bit_sum(some).cpu() != right
+
+
 def transposed() -> list[Shard]:
     """Shards whose tensors are column-major."""
     return [

@@ -108,6 +108,9 @@ def check_nonfinite() -> None:
                 old, tensor[-1] = tensor[-1].clone(), value
                 assert elementwise.has_nonfinite(tensors)
                 tensor[-1] = old
+            bits = torch.zeros((), dtype=torch.int64)
+            elementwise._scan(tensors, bits, "bit_sum_kernel")
+            assert bits == elementwise.bit_sum(tensors)
     assert not elementwise.has_nonfinite([*tensors, torch.ones(7)])
     assert elementwise.has_nonfinite([*tensors, torch.ones(7) / 0])
 

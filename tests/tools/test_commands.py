@@ -13,7 +13,7 @@ import pytest
 from shardmuon.tools import command, picture
 from tests.training import launch
 
-OPTIMIZERS = ["adamw", "vanilla", "owner", "shardmuon"]
+OPTIMIZERS = ["adamw", "vanilla", "owner", "shardmuon", "overlap"]
 
 
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -42,7 +42,7 @@ def test_bench_step_on_two_ranks(tmp_path: Path) -> None:
         assert 0 < found["step_ms"] < found["iteration_ms"], name
         assert found["first_steps_s"] > 0
         assert found["peak_gb"] is None
-        ours = name in ("owner", "shardmuon")
+        ours = name in ("owner", "shardmuon", "overlap")
         assert found["imbalance"] == (1.0 if ours else None)
         assert 0 < found["exposed"] < 1 if ours else found["exposed"] is None
     rows = cells(done.stdout, "optimizer")
