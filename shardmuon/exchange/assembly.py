@@ -17,7 +17,7 @@ from torch import Tensor
 from shardmuon.exchange.legs import Cargo, copy_all, row_stats_to_wire
 from shardmuon.planning.layout import Block
 from shardmuon.planning.matrix import Matrix
-from shardmuon.planning.routes import Manifest, Parcel, Route, manifest_of
+from shardmuon.planning.routes import PackingList, Parcel, Route, packing_list
 
 __all__ = ["Batch", "assemble", "batches_of", "take_apart"]
 
@@ -40,12 +40,12 @@ class Batch:
         return (*count, self.matrix.rows, self.matrix.cols)
 
     @cached_property
-    def rows(self) -> Manifest | None:
+    def rows(self) -> PackingList | None:
         """Parcels in the order in which they lie in memory, if all are whole rows."""
         ordered = [p for of in self.parcels for p in sorted(of, key=lambda p: p.block.row_start)]
         if any(p.block.numel and p.block.cols != self.matrix.cols for p in ordered):
             return None
-        return manifest_of(ordered, back=False)
+        return packing_list(ordered, back=False)
 
 
 def batches_of(matrices: Sequence[Matrix], route: Route, together: bool) -> tuple[Batch, ...]:

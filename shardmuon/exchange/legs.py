@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.exchange import collectives
-from shardmuon.planning.routes import Hop, Key, Manifest, Share, manifest_of
+from shardmuon.planning.routes import Hop, Key, PackingList, Share, packing_list
 
 __all__ = [
     "Cargo",
@@ -49,19 +49,19 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(list(targets), list(sources))
 
 
-def pack(manifest: Manifest, cargo: Cargo, buffer: Tensor) -> None:
-    """Copy what `manifest` lists one after the other to the front of 1-D `buffer`."""
-    copy_all(views_of(manifest, buffer), [cargo[key] for key in manifest.keys])
+def pack(packing: PackingList, cargo: Cargo, buffer: Tensor) -> None:
+    """Copy what `packing` lists one after the other to the front of 1-D `buffer`."""
+    copy_all(views_of(packing, buffer), [cargo[key] for key in packing.keys])
 
 
-def views_of(manifest: Manifest, buffer: Tensor) -> Sequence[Tensor]:
+def views_of(packing: PackingList, buffer: Tensor) -> Sequence[Tensor]:
     """The parts of 1-D `buffer` in which the listed parcels lie, from its front on."""
-    return buffer[: manifest.elements].split_with_sizes(manifest.sizes)
+    return buffer[: packing.elements].split_with_sizes(packing.sizes)
 
 
-def unpack(manifest: Manifest, buffer: Tensor) -> Cargo:
-    """What `manifest` lists at the front of 1-D `buffer`, as views of it."""
-    return dict(zip(manifest.keys, views_of(manifest, buffer), strict=True))
+def unpack(packing: PackingList, buffer: Tensor) -> Cargo:
+    """What `packing` lists at the front of 1-D `buffer`, as views of it."""
+    return dict(zip(packing.keys, views_of(packing, buffer), strict=True))
 
 
 def start_hop(hop: Hop, buffer: Tensor, group: collectives.Group) -> Leg:
@@ -78,7 +78,7 @@ def start_hop(hop: Hop, buffer: Tensor, group: collectives.Group) -> Leg:
         cargo: Cargo = {}
         for row, received in zip(hop.table, gathered, strict=True):
             before = sum(map(hop.size, row[: hop.index]))
-            cargo |= unpack(manifest_of(row[hop.index], back=hop.back), received[before:])
+            cargo |= unpack(packing_list(row[hop.index], back=hop.back), received[before:])
         return cargo
 
     return Leg(work, mine)
@@ -90,8 +90,8 @@ def start_share(share: Share, buffer: Tensor, group: collectives.Group) -> Leg:
 
     def everyones() -> Cargo:
         result: Cargo = {}
-        for manifest, received in zip(share.manifests, gathered, strict=True):
-            result |= unpack(manifest, received)
+        for packing, received in zip(share.lists, gathered, strict=True):
+            result |= unpack(packing, received)
         return result
 
     return Leg(work, everyones)

@@ -29,7 +29,7 @@ from shardmuon.exchange.legs import (
     unpack,
 )
 from shardmuon.planning.plan import Bucket
-from shardmuon.planning.routes import Hop, Manifest, Route, manifest_of
+from shardmuon.planning.routes import Hop, PackingList, Route, packing_list
 from shardmuon.rules import Commit, Shard, UpdateRule
 
 __all__ = ["Member", "Passage", "Tally", "Transit", "run_buckets", "set_out"]
@@ -81,9 +81,9 @@ class Passage:
         return batches_of(self.bucket.matrices, self.route, self.batched)
 
     @cached_property
-    def departing(self) -> Manifest:
+    def departing(self) -> PackingList:
         """The blocks that this rank sends on their way, its own among them."""
-        return manifest_of(self.route.departing, back=False)
+        return packing_list(self.route.departing, back=False)
 
     def buffer(self, elements: int) -> Tensor:
         """Zeros, so that padding and missing gradients never send uninitialized memory."""
@@ -153,7 +153,7 @@ class Transit:
             self._arrive()
         for share in route.shares:
             buffer = self.passage.buffer(share.padded)
-            pack(share.manifests[share.index], self.cargo, buffer)
+            pack(share.lists[share.index], self.cargo, buffer)
             self.cargo = {}
             self.leg = start_share(share, buffer, self.passage.groups[share.axis])
             self._count(*share.wire_elements)

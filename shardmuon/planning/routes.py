@@ -21,14 +21,14 @@ from shardmuon.planning.matrix import Matrix
 __all__ = [
     "Hop",
     "Key",
-    "Manifest",
+    "PackingList",
     "Parcel",
     "Parcels",
     "Route",
     "Share",
     "gather_size",
     "make_route",
-    "manifest_of",
+    "packing_list",
     "scatter_size",
 ]
 
@@ -53,7 +53,7 @@ Key = tuple[int, Coordinate]
 """Which parcel: index of the matrix in its bucket, and origin."""
 
 
-class Manifest(NamedTuple):
+class PackingList(NamedTuple):
     """Parcels that lie one after the other in a buffer: keys, and wire elements of each."""
 
     keys: tuple[Key, ...]
@@ -64,9 +64,9 @@ class Manifest(NamedTuple):
         return sum(self.sizes)
 
 
-def manifest_of(parcels: Sequence[Parcel], *, back: bool) -> Manifest:
+def packing_list(parcels: Sequence[Parcel], *, back: bool) -> PackingList:
     """`parcels` in this order; back: with what travels beside updates."""
-    return Manifest(
+    return PackingList(
         tuple((p.matrix, p.origin) for p in parcels),
         tuple(p.scatter_elements if back else p.gather_elements for p in parcels),
     )
@@ -99,14 +99,14 @@ class Hop:
         return scatter_size(parcels) if self.back else gather_size(parcels)
 
     @cached_property
-    def sent(self) -> Manifest:
+    def sent(self) -> PackingList:
         """This rank's send buffer, without padding."""
-        return manifest_of([*chain(*self.outgoing)], back=self.back)
+        return packing_list([*chain(*self.outgoing)], back=self.back)
 
     @cached_property
-    def received(self) -> Manifest:
+    def received(self) -> PackingList:
         """What arrives here, from all positions."""
-        return manifest_of([*chain(*self.incoming)], back=self.back)
+        return packing_list([*chain(*self.incoming)], back=self.back)
 
     @cached_property
     def send_sizes(self) -> list[int]:
@@ -150,9 +150,9 @@ class Share:
     parts: tuple[Parcels, ...]
 
     @cached_property
-    def manifests(self) -> tuple[Manifest, ...]:
+    def lists(self) -> tuple[PackingList, ...]:
         """What each position brings."""
-        return tuple(manifest_of(parcels, back=True) for parcels in self.parts)
+        return tuple(packing_list(parcels, back=True) for parcels in self.parts)
 
     @cached_property
     def padded(self) -> int:

@@ -352,6 +352,12 @@ class Config(Section):
             raise ValueError(
                 f"model.vocab_size: got {self.model.vocab_size}, expected at least 256 for bytes"
             )
+        if self.optimizer.runtime.overlap == "backward" and self.clipping.max_norm is not None:
+            raise ValueError(
+                f"clipping.max_norm: got {self.clipping.max_norm}, expected null with"
+                " optimizer.runtime.overlap: backward, which sends gradients before they are"
+                " clipped"
+            )
         for key in ("heads", "kv_heads", "hidden"):
             if getattr(self.model, key) % self.mesh.tensor:
                 raise ValueError(

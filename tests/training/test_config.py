@@ -125,6 +125,10 @@ BAD = {
     "runtime choice": ("optimizer: {runtime: {exchange: x}}\n", ["one of auto, all_gather"]),
     "heads": ("model: {dim: 100, heads: 3}\n", ["model.heads: got 3 for dim 100"]),
     "kv heads": ("model: {kv_heads: 3}\n", ["model.kv_heads: got 3"]),
+    "clipping after blocks have left": (
+        "optimizer: {runtime: {overlap: backward}}\n",
+        ["clipping.max_norm: got 1.0, expected null with optimizer.runtime.overlap: backward"],
+    ),
     "heads over ranks": (
         "mesh: {tensor: 3}\n",
         ["mesh.tensor: got 3, expected a divisor of model.heads (4)"],
