@@ -69,9 +69,10 @@ class Holdings:
         entries = (self.entries[self.homes[m.id].entry] for m in passage.bucket.matrices)
         return all(entry.fqn in self.missing for entry in entries)
 
-    def members(self, passage: Passage) -> list[Member]:
-        """This rank's view of every matrix of a bucket."""
-        return [self._member(matrix) for matrix in passage.bucket.matrices]
+    def members(self, passage: Passage) -> dict[int, Member]:
+        """This rank's view of the matrices of a bucket that are present here, by index."""
+        matrices = passage.bucket.matrices
+        return {index: self._member(matrices[index]) for index in passage.present}
 
     def element_shards(self, group: Group) -> list[ElementShard]:
         """Local tensors of an AdamW group's parameters; nothing of other groups."""

@@ -27,7 +27,7 @@ from shardmuon.exchange import collectives
 from shardmuon.exchange.agreement import Doubt
 from shardmuon.exchange.blocks import local, local_gradient
 from shardmuon.exchange.legs import Leg
-from shardmuon.exchange.pipeline import Passage, set_out
+from shardmuon.exchange.pipeline import Member, Passage, set_out
 from shardmuon.holdings import Holdings, Home, State
 from shardmuon.rules import RULES, Commit
 from shardmuon.rules.elementwise import bit_sum
@@ -180,7 +180,7 @@ class Overlap:
         passage, group = self._itinerary.passages[number], self._itinerary.groups[number]
         round_.sent += 1
         with self._stream(passage.device):
-            members = []
+            members: dict[int, Member] = {}
             if round_.state is not None:
                 needs = self._itinerary.needs[number]
                 holdings = self._holdings([round_.entries[i] for i in needs], round_.state)

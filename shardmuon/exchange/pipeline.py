@@ -81,6 +81,12 @@ class Passage:
         return batches_of(self.bucket.matrices, self.route, self.batched)
 
     @cached_property
+    def present(self) -> tuple[int, ...]:
+        """Indices of matrices of which this rank holds or owns something."""
+        owned = {index for index, _ in self.route.owned}
+        return tuple(p.matrix for p in self.route.held if p.block.numel or p.matrix in owned)
+
+    @cached_property
     def departing(self) -> PackingList:
         """The blocks that this rank sends on their way, its own among them."""
         return packing_list(self.route.departing, back=False)
@@ -96,10 +102,13 @@ class Passage:
 
 @dataclass
 class Transit:
-    """One bucket under way on this rank; holds its buffers between the phases."""
+    """One bucket under way on this rank; holds its buffers between the phases.
+
+    members: by index of the matrix, those that are present here.
+    """
 
     passage: Passage
-    members: Sequence[Member]
+    members: Mapping[int, Member]
     commit: Commit
     tally: Tally
     leg: Leg | None = None
@@ -203,7 +212,7 @@ class Transit:
 
 
 def set_out(
-    passage: Passage, members: Sequence[Member], commit: Commit, group: collectives.Group
+    passage: Passage, members: Mapping[int, Member], commit: Commit, group: collectives.Group
 ) -> tuple[Leg | None, Cargo]:
     """Prepare the members and start the first hop on `group`; (leg, what need not travel).
 
@@ -220,16 +229,16 @@ def set_out(
         return start_hop(hop, buffer, group), {}
 
 
-def _prepare(members: Sequence[Member], places: Mapping[int, Tensor], commit: Commit) -> None:
+def _prepare(members: Mapping[int, Member], places: Mapping[int, Tensor], commit: Commit) -> None:
     for rule, indices in _busy(members):
         shards = [members[index].shard for index in indices]
         rule.prepare_all(shards, [places.get(index) for index in indices], commit)
 
 
-def _busy(members: Sequence[Member]) -> Iterable[tuple[UpdateRule, list[int]]]:
+def _busy(members: Mapping[int, Member]) -> Iterable[tuple[UpdateRule, list[int]]]:
     """Indices of the members that have something to do here, by rule."""
     by_rule: dict[UpdateRule, list[int]] = defaultdict(list)
-    for index, member in enumerate(members):
+    for index, member in members.items():
         if not member.idle:
             by_rule[member.rule].append(index)
     return by_rule.items()

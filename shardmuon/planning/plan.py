@@ -16,7 +16,7 @@ from typing import NamedTuple
 from shardmuon.planning.layout import Mesh
 from shardmuon.planning.matrix import Matrix, lane
 from shardmuon.planning.memory import held_bytes, most_bytes
-from shardmuon.planning.report import plan_report
+from shardmuon.planning.report import plan_report, plan_warnings
 from shardmuon.planning.routes import Route, make_route
 
 __all__ = ["Bucket", "Plan", "Traffic"]
@@ -53,6 +53,11 @@ class Bucket:
     @property
     def replicated_axes(self) -> tuple[int, ...]:
         return self.matrices[0].layout.replicated_axes
+
+    @property
+    def lane(self) -> tuple[object, ...]:
+        """What its matrices share; see `planning.matrix.lane`."""
+        return lane(self.matrices[0])
 
     @property
     def wire_dtype(self) -> str:
@@ -209,6 +214,10 @@ class Plan:
             for bucket in self.buckets
             if bucket.mesh in meshes
         ]
+
+    def warnings(self) -> list[str]:
+        """What limits this plan, in words; nothing if nothing is off."""
+        return plan_warnings(self)
 
     def report(self) -> str:
         """Human-readable table: ranks with load and bytes, then every matrix with its owner."""

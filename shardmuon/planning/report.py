@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shardmuon.planning.plan import Plan
 
-__all__ = ["plan_report", "table"]
+__all__ = ["plan_report", "plan_warnings", "table"]
 
 # A report finds bytes and memory from about this many parcels, which takes some seconds; a plan
 # answers for any rank.
 MOST_PARCELS = 50_000
+# Below about this many bytes a link of today's machines does not reach half of its rate.
+LEAST_BYTES = 16 * 2**20
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -58,7 +60,9 @@ def plan_report(plan: Plan) -> str:
         ],
     )
     lines += ["", *_memory(plan, detailed)]
-    lines += ["", *_matrix_table(plan), "", *_meshes(plan), *_warnings(plan)]
+    lines += ["", *_matrix_table(plan), "", *_meshes(plan)]
+    if warnings := plan_warnings(plan):
+        lines += ["", *warnings]
     return "\n".join(lines)
 
 
@@ -124,7 +128,7 @@ def _bound(plan: Plan) -> float:
     return plan.lower_bound / _mean(plan) if len(plan) else 1.0
 
 
-def _warnings(plan: Plan) -> list[str]:
+def plan_warnings(plan: Plan) -> list[str]:
     """What limits this plan, in words."""
     lines = []
     mean = _mean(plan)
@@ -137,4 +141,37 @@ def _warnings(plan: Plan) -> list[str]:
     idle = [str(rank) for rank, load in plan.loads().items() if load == 0]
     if idle and len(plan):
         lines.append(f"warning: {len(idle)} rank(s) own no matrix: {', '.join(idle[:16])}")
-    return ["", *lines] if lines else []
+    return [*lines, *_small_messages(plan), *_uneven_memory(plan)]
+
+
+def _small_messages(plan: Plan) -> list[str]:
+    """Buckets that bring an owner too little for a fast link, though there is more to bring."""
+    short = []
+    for number, bucket in enumerate(plan.buckets):
+        sharded = any(bucket.mesh.shape[axis] > 1 for axis in bucket.sharded_axes)
+        owners = len(set(bucket.owners))
+        each = sum(matrix.total_bytes for matrix in bucket.matrices) / owners
+        same = sum(other.lane == bucket.lane for other in plan.buckets)
+        if sharded and same > 1 and each < LEAST_BYTES:
+            short.append(number)
+    if len(short) < 2:  # what is left over makes one small bucket
+        return []
+    return [
+        f"warning: {len(short)} buckets bring an owner less than {LEAST_BYTES // 2**20} MiB, for"
+        " which links are slow; a larger bucket_bytes makes fewer of them"
+    ]
+
+
+def _uneven_memory(plan: Plan) -> list[str]:
+    """Owners whose matrices take much more memory than those of most ranks."""
+    held = dict.fromkeys(plan.ranks, 0)
+    for matrix, owner in plan:
+        held[owner] = max(held[owner], matrix.total_bytes)
+    middle = sorted(held.values())[len(held) // 2] if held else 0
+    rank = max(held, key=lambda r: held[r], default=-1)
+    if not held or middle == 0 or held[rank] <= max(4 * middle, LEAST_BYTES):
+        return []
+    return [
+        f"warning: memory of a step is uneven: rank {rank} owns a matrix of"
+        f" {held[rank] / 1e6:.0f} MB, the largest of a rank in the middle has {middle / 1e6:.0f} MB"
+    ]

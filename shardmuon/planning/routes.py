@@ -170,9 +170,9 @@ class Share:
 class Route:
     """All that one rank does for one bucket.
 
-    held: this rank's block of every matrix. hops: towards the owners, in order. owned: indices of
-    the matrices orthogonalized here, each with its parcels from all origins. shares: all-gathers
-    after the hops have been taken backwards.
+    held: this rank's block of every matrix, empty ones too. hops: towards the owners, in order.
+    owned: indices of the matrices orthogonalized here, each with its parcels from all origins.
+    shares: all-gathers after the hops have been taken backwards.
     """
 
     coordinate: Coordinate
@@ -247,13 +247,17 @@ class _RouteMaker:
         return Parcel(index, origin, block, block.numel, block.numel + statistics)
 
     def parcels_at(self, index: int, holder: Coordinate, depth: int) -> Parcels:
-        """Parcels of a matrix that `holder` has after `depth` hops, if it is on the way."""
+        """Parcels of a matrix that `holder` has after `depth` hops, if it is on the way.
+
+        Without empty ones: of most experts of a large model a rank holds nothing.
+        """
         passed = self._sharded[:depth]
         choices = [
             range(size) if axis in passed else (holder[axis],)
             for axis, size in enumerate(self._shape)
         ]
-        return tuple(self.parcel(index, origin) for origin in product(*choices))
+        parcels = (self.parcel(index, origin) for origin in product(*choices))
+        return tuple(parcel for parcel in parcels if parcel.block.numel)
 
     def hop(self, depth: int, exchange: str) -> Hop:
         """Hop number `depth` for the ranks that differ from `coordinate` on its axis only."""
@@ -285,6 +289,7 @@ class _RouteMaker:
         axis, later = self._replicated[depth], self._replicated[depth + 1 :]
         parts: list[list[Parcel]] = [[] for _ in range(self._shape[axis])]
         for index, owner in enumerate(self._owners):
-            if all(owner[a] == self._coordinate[a] for a in later):
-                parts[owner[axis]].append(self.parcel(index, self._coordinate))
+            parcel = self.parcel(index, self._coordinate)
+            if parcel.block.numel and all(owner[a] == self._coordinate[a] for a in later):
+                parts[owner[axis]].append(parcel)
         return Share(axis, self._coordinate[axis], tuple(map(tuple, parts)))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmuon.checkpoint.publish import CheckpointError, candidates, read_manifest
+from shardmuon.planning.models import MODELS
 from shardmuon.tools.workloads import OPTIMIZERS, PACKAGES, WORKLOADS
 from shardmuon.training.load import ConfigError
 
@@ -25,7 +26,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def main(arguments: Sequence[str]) -> int:
     """Run what the arguments say; returns the exit code."""
     options = _parser().parse_args(arguments)
-    run = {"bench": _bench, "export": _export, "trace": _trace}[options.command]
+    run = {"bench": _bench, "export": _export, "plan": _plan, "trace": _trace}[options.command]
     try:
         run(options)
     except ConfigError as error:
@@ -67,12 +68,39 @@ def _parser() -> argparse.ArgumentParser:
     step.add_argument("--packages", action="store_true", help="also those of other packages")
     step.add_argument("--steps", type=_count, default=12, help="measured iterations")
     step.add_argument("--json", type=_new_file, help="file for all numbers")
+    _add_plan(commands)
     trace = commands.add_parser("trace", help="profile shardmuon's steps, rank by rank")
     trace.add_argument("model", choices=WORKLOADS)
     trace.add_argument("--folder", type=Path, default=Path("trace"), help="for traces and picture")
     trace.add_argument("--overlap", action="store_true", help="with Runtime(overlap='backward')")
     trace.add_argument("--steps", type=_count, default=3, help="profiled iterations")
     return parser
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser("plan", help="who would own what, and how long a step would take")
+    plan.add_argument(
+        "source",
+        help="a configuration, a Hugging Face folder, config.json or .safetensors file, or one of "
+        + ", ".join(MODELS),
+    )
+    plan.add_argument("--ranks", type=_count, help="FSDP2 over that many; left out: 8")
+    plan.add_argument("--mesh", type=_mesh, help="replicas x shards, as in 8x128")
+    plan.add_argument(
+        "--device", choices=("h200", "here"), default="h200", help="here: measure this machine"
+    )
+    plan.add_argument("--method", default="auto", help="of Newton-Schulz; auto: the quickest")
+    plan.add_argument("--bucket-mb", type=_positive, help="bucket_bytes in 2^20 bytes")
+    plan.add_argument("--compare", action="store_true", help="also other ways to choose owners")
+    plan.add_argument("--json", type=_new_file, help="file for all numbers")
+    plan.add_argument("--plot", type=_new_file, help="picture of the step, .svg or .png")
+
+
+def _mesh(text: str) -> tuple[int, int]:
+    sizes = text.split("x")
+    if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
+        raise argparse.ArgumentTypeError(f"expected replicas x shards as in 8x128, got {text!r}")
+    return int(sizes[0]), int(sizes[1])
 
 
 def _count(text: str) -> int:
@@ -123,6 +151,43 @@ def _trace(options: argparse.Namespace) -> None:
     trace.run(
         options.model, options.folder, options.steps, "overlap" if options.overlap else "shardmuon"
     )
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from shardmuon.exchange import collectives
+    from shardmuon.planning.device import DEVICES
+    from shardmuon.runtime import Runtime
+    from shardmuon.tools import machine, plan_model
+    from shardmuon.tools.sources import read_source
+    from shardmuon.training import place
+    from shardmuon.training.config import Mesh
+
+    source = read_source(options.source)
+    device = DEVICES.get(options.device)
+    ranks = options.ranks or 8
+    if device is None:
+        here = place.start(Mesh(), place.choose_device(Mesh()))
+        device = machine.measure(here)
+        ranks = options.ranks or here.ranks
+    replicas, shards = options.mesh or (1, ranks)
+    if options.ranks and options.ranks != replicas * shards:
+        raise ConfigError(f"--mesh {replicas}x{shards} is not --ranks {options.ranks}")
+    bucket_bytes = int((options.bucket_mb or 0) * 2**20) or Runtime.bucket_bytes
+    if collectives.rank() == 0:
+        plan_model.run(
+            source,
+            plan_model.Options(
+                shape=plan_model.Shape(replicas, shards),
+                device=device,
+                method=options.method,
+                bucket_bytes=bucket_bytes,
+                compare=options.compare,
+                json=options.json,
+                plot=options.plot,
+            ),
+        )
+    collectives.barrier()
+    collectives.stop()
 
 
 def _export(options: argparse.Namespace) -> None:

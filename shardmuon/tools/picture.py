@@ -5,13 +5,14 @@ Owns the drawing. Needs matplotlib, which is no dependency of the library.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from shardmuon.planning.simulation import Span
 from shardmuon.tools.timeline import COMMUNICATION, REST, Timeline
 
-__all__ = ["draw", "drawable"]
+__all__ = ["draw", "drawable", "planned_rows", "rows"]
 
 # Colours of Okabe and Ito, which colour-blind readers can tell apart: jfly.uni-koeln.de/color
 COLOURS = {
@@ -61,12 +62,25 @@ def _order(row: str) -> tuple[int, int, str]:
     return (phases.index(row) if row in phases else len(phases), number, row)
 
 
-def draw(ranks: Sequence[Timeline], title: str, path: Path) -> None:
-    """Write the picture of one step of all `ranks` to `path`."""
+def planned_rows(spans: Sequence[Span], ranks: Sequence[int]) -> dict[str, Bars]:
+    """Bars of a simulated step: of each rank its own work, and what its link carries."""
+    out: dict[str, Bars] = {}
+    for rank in ranks:
+        for row in ("work", "link"):
+            out[f"rank {rank}, {row}"] = {}
+    for span in spans:
+        if span.rank in ranks:
+            row = "link" if span.phase in ("header", "gather", "scatter") else "work"
+            bars = out[f"rank {span.rank}, {row}"]
+            bars.setdefault(span.phase, []).append((span.start, span.stop - span.start))
+    return out
+
+
+def draw(lanes: Mapping[str, Bars], title: str, path: Path) -> None:
+    """Write the picture of one step to `path`, as PNG or what else its suffix says."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    lanes = rows(ranks)
     figure = Figure(figsize=(12, 1.6 + 0.32 * len(lanes)), dpi=120, layout="constrained")
     axes = figure.subplots()
     for height, bars in enumerate(lanes.values()):

@@ -95,5 +95,6 @@ def _draw(ranks: Sequence[Timeline], model: str, path: Path) -> None:
     if not picture.drawable():
         print("no timeline.png: matplotlib is not installed; pip install 'shardmuon[plots]'")
         return
-    picture.draw(ranks, f"One step of shardmuon on {model}, {len(ranks)} rank(s)", path)
+    title = f"One step of shardmuon on {model}, {len(ranks)} rank(s)"
+    picture.draw(picture.rows(ranks), title, path)
     print(path)

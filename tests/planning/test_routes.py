@@ -94,7 +94,9 @@ def check_shares(bucket: Bucket, routes: dict[int, Route], held: Held) -> None:
                 after[rank].update({(p.matrix, p.origin): p for p in parcels})
         held = after
     for rank, route in routes.items():
-        assert {(p.matrix, p.origin) for p in route.held} <= set(held[rank])
+        full = [p for p in route.held if p.block.numel]
+        assert {(p.matrix, p.origin) for p in full} <= set(held[rank])
+        assert [p.matrix for p in route.held] == list(range(len(bucket.matrices)))
 
 
 @settings(max_examples=80, deadline=None)
