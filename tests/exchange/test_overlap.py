@@ -37,7 +37,8 @@ def runtime(overlap: How, **settings: Any) -> shardmuon.Runtime:
 
 
 def optimizer_of(model: nn.Module, overlap: How, **settings: Any) -> shardmuon.Muon:
-    return shardmuon.Muon(models.groups(model), runtime=runtime(overlap, **settings))
+    groups = models.groups(model, ns_dtype=torch.float32)  # so that buckets hold as many anywhere
+    return shardmuon.Muon(groups, runtime=runtime(overlap, **settings))
 
 
 def everything(model: nn.Module, optimizer: shardmuon.Muon) -> str:
