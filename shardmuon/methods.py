@@ -6,7 +6,7 @@ before and after the ranks have chosen. Measures nothing; `orthogonalize/choice.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -16,6 +16,7 @@ from shardmuon.orthogonalize.choice import Problem, choose_methods
 from shardmuon.planning.cost import newton_schulz_flops
 from shardmuon.planning.layout import Mesh
 from shardmuon.planning.matrix import AUTO, Matrix
+from shardmuon.planning.planner import bucket_size
 from shardmuon.runtime import Runtime
 
 __all__ = ["Methods", "is_open"]
@@ -75,7 +76,7 @@ def is_open(matrices: Iterable[Matrix]) -> bool:
     return any(matrix.method == AUTO for matrix in matrices)
 
 
-def _problems(matrices: Sequence[Matrix], bucket_bytes: int) -> list[Problem | None]:
+def _problems(matrices: Sequence[Matrix], bucket_bytes: int | None) -> list[Problem | None]:
     """What to choose a method for, by matrix; None where that is settled.
 
     The batch is what an owner will about have of such matrices in one bucket, rounded down to a
@@ -84,13 +85,17 @@ def _problems(matrices: Sequence[Matrix], bucket_bytes: int) -> list[Problem | N
     """
     kinds = [(m.layout.mesh, *_sides(m), m.settings) for m in matrices]
     counts = Counter(kinds)
+    by_mesh: dict[Mesh, list[Matrix]] = defaultdict(list)
+    for matrix in matrices:
+        by_mesh[matrix.layout.mesh].append(matrix)
+    sizes = {mesh: bucket_bytes or bucket_size(those) for mesh, those in by_mesh.items()}
     problems: list[Problem | None] = []
     for matrix, kind in zip(matrices, kinds, strict=True):
         if matrix.method != AUTO:
             problems.append(None)
             continue
         share = -(-counts[kind] // len(matrix.layout.mesh.ranks))
-        fitting = max(1, min(share, bucket_bytes // max(1, matrix.total_bytes)))
+        fitting = max(1, min(share, sizes[matrix.layout.mesh] // max(1, matrix.total_bytes)))
         batch = 1 << (fitting.bit_length() - 1)
         problems.append(Problem(batch, *_sides(matrix), matrix.wire_dtype, matrix.segments))
     return problems

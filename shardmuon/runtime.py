@@ -30,7 +30,8 @@ class Runtime:
     exchange: "auto" moves blocks to their owner by all-to-all on sharded axes and all-gathers
         updates on replicated axes; "all_gather" uses all-gathers everywhere. Same bits.
     bucket_bytes: wire bytes of whole matrices that one owner receives in one bucket; bounds the
-        transient memory of a step. A larger matrix is a bucket of its own.
+        transient memory of a step. A larger matrix is a bucket of its own. None: a quarter of what
+        an owner has, but 64 to 256 MiB.
     deterministic: one matrix at a time on CUDA too, so that bits do not depend on the layout.
     missing_grad: "error" leaves a parameter that has no gradient on any rank untouched and raises
         on all ranks if they differ; "zero" reads a missing gradient as zeros (decay applies).
@@ -44,7 +45,7 @@ class Runtime:
     """
 
     exchange: Exchange = "auto"
-    bucket_bytes: int = 256 * 2**20
+    bucket_bytes: int | None = None
     deterministic: bool = False
     missing_grad: MissingGrad = "error"
     nonfinite: NonFinite = "error"
@@ -56,10 +57,11 @@ class Runtime:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"runtime.{name} must be one of {allowed}, got {value!r}")
-        if isinstance(self.bucket_bytes, bool) or not isinstance(self.bucket_bytes, int):
-            raise ValueError(f"runtime.bucket_bytes must be an integer, got {self.bucket_bytes!r}")
-        if self.bucket_bytes < 1:
-            raise ValueError(f"runtime.bucket_bytes must be at least 1, got {self.bucket_bytes}")
+        size = self.bucket_bytes
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
+            raise ValueError(f"runtime.bucket_bytes must be an integer or None, got {size!r}")
+        if size is not None and size < 1:
+            raise ValueError(f"runtime.bucket_bytes must be at least 1, got {size}")
         if not isinstance(self.deterministic, bool):
             raise ValueError(f"runtime.deterministic must be a bool, got {self.deterministic!r}")
         if self.timeout_s is not None and not self.timeout_s > 0:

@@ -20,18 +20,26 @@ from shardmuon.planning.layout import Mesh
 from shardmuon.planning.matrix import Matrix, lane
 from shardmuon.planning.plan import Bucket, Plan
 
-__all__ = ["make_plan"]
+__all__ = ["LARGEST_BUCKET", "bucket_size", "make_plan"]
+
+# Smaller messages leave a link slow, larger ones gain nothing more.
+SMALLEST_BUCKET, LARGEST_BUCKET = 64 * 2**20, 256 * 2**20
+# An owner's matrices in as many buckets, so that the first and the last, which nothing hides, are
+# a small part.
+PORTIONS = 4
 
 
 def make_plan(
     matrices: Iterable[Matrix],
     *,
     exchange: str = "auto",
-    bucket_bytes: int,
+    bucket_bytes: int | None = None,
     overlap: str = "none",
     settings: str = "",
 ) -> Plan:
     """Plan all `matrices`; see `Plan` for `exchange`, `overlap` and `settings`.
+
+    bucket_bytes: of one owner in one bucket; None: `bucket_size` for each mesh.
 
     Meshes are planned from the largest to the smallest, and loads are carried only to meshes
     inside: all ranks of a mesh know of the meshes that contain it, and of no others for certain.
@@ -49,10 +57,17 @@ def make_plan(
         ordered = sorted(by_mesh[mesh], key=_cost_order)
         if overlap == "backward":
             ordered.sort(key=_by_name, reverse=True)
-        buckets += make_buckets(ordered, owners, bucket_bytes)
+        size = bucket_bytes or bucket_size(ordered)
+        buckets += make_buckets(ordered, owners, size)
     if overlap == "backward":  # a bucket is complete with the last of its matrices
         buckets.sort(key=lambda bucket: min(map(_by_name, bucket.matrices)), reverse=True)
     return Plan(tuple(buckets), exchange, settings, overlap)
+
+
+def bucket_size(matrices: Sequence[Matrix]) -> int:
+    """Wire bytes of one owner in one bucket that suit these matrices of one mesh."""
+    owned = sum(matrix.total_bytes for matrix in matrices) // len(matrices[0].layout.mesh.ranks)
+    return min(LARGEST_BUCKET, max(SMALLEST_BUCKET, owned // PORTIONS))
 
 
 def assign_owners(

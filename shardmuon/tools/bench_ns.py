@@ -20,8 +20,8 @@ from shardmuon.orthogonalize.coefficients import schedule_of
 from shardmuon.orthogonalize.newton_schulz import METHODS, newton_schulz
 from shardmuon.planning.cost import newton_schulz_flops
 from shardmuon.planning.models import MODELS
+from shardmuon.planning.planner import LARGEST_BUCKET
 from shardmuon.planning.report import table
-from shardmuon.runtime import Runtime
 from shardmuon.tools import accuracy
 
 __all__ = ["run"]
@@ -73,7 +73,7 @@ def run(models: bool = False, compiled: bool = False) -> None:
 def _model_shapes(dtype: torch.dtype) -> tuple[Shape, ...]:
     """Distinct shapes of all named models, each in the batch that fits in a bucket."""
     sides = {(min(r, c), max(r, c)) for shapes in MODELS.values() for _, r, c in shapes}
-    room = Runtime().bucket_bytes // dtype.itemsize
+    room = LARGEST_BUCKET // dtype.itemsize
     return tuple((max(1, min(MOST_COUNT, room // (r * k))), r, k) for r, k in sorted(sides))
 
 

@@ -156,7 +156,6 @@ def _trace(options: argparse.Namespace) -> None:
 def _plan(options: argparse.Namespace) -> None:
     from shardmuon.exchange import collectives
     from shardmuon.planning.device import DEVICES
-    from shardmuon.runtime import Runtime
     from shardmuon.tools import machine, plan_model
     from shardmuon.tools.sources import read_source
     from shardmuon.training import place
@@ -172,7 +171,7 @@ def _plan(options: argparse.Namespace) -> None:
     replicas, shards = options.mesh or (1, ranks)
     if options.ranks and options.ranks != replicas * shards:
         raise ConfigError(f"--mesh {replicas}x{shards} is not --ranks {options.ranks}")
-    bucket_bytes = int((options.bucket_mb or 0) * 2**20) or Runtime.bucket_bytes
+    bucket_bytes = int(options.bucket_mb * 2**20) if options.bucket_mb else None
     if collectives.rank() == 0:
         plan_model.run(
             source,

@@ -20,10 +20,9 @@ from shardmuon.planning.device import Device
 from shardmuon.planning.layout import Layout, Mesh, Split
 from shardmuon.planning.matrix import Matrix
 from shardmuon.planning.plan import Plan
-from shardmuon.planning.planner import make_plan
+from shardmuon.planning.planner import LARGEST_BUCKET, make_plan
 from shardmuon.planning.report import table
 from shardmuon.planning.simulation import Simulation, simulate
-from shardmuon.runtime import Runtime
 from shardmuon.tools import picture
 from shardmuon.tools.sources import Source
 from shardmuon.training.load import ConfigError
@@ -60,7 +59,7 @@ class Options:
     shape: Shape
     device: Device
     method: str = "auto"
-    bucket_bytes: int = Runtime.bucket_bytes
+    bucket_bytes: int | None = None
     compare: bool = False
     json: Path | None = None
     plot: Path | None = None
@@ -117,7 +116,7 @@ def planned(source: Source, options: Options, shape: Shape) -> tuple[Plan, Simul
 def _quickest(options: Options, rows: int, cols: int, parameters: int) -> str:
     """For batches of a size that an owner may have; methods differ little in what that is."""
     share = max(1, parameters // options.shape.ranks)
-    fitting = max(1, options.bucket_bytes // (2 * rows * cols))
+    fitting = max(1, (options.bucket_bytes or LARGEST_BUCKET) // (2 * rows * cols))
     return options.device.best_method(min(share, fitting), rows, cols, SEGMENTS)
 
 

@@ -13,7 +13,7 @@ from shardmuon.planning.cut import Cut
 from shardmuon.planning.layout import Layout, Mesh
 from shardmuon.planning.matrix import Matrix
 from shardmuon.planning.plan import Bucket, Plan
-from shardmuon.planning.planner import make_plan
+from shardmuon.planning.planner import bucket_size, make_plan
 from tests.planning.records import gpt2, matrix, rows_over
 
 MIB = 2**20
@@ -185,3 +185,20 @@ def test_report_says_who_shares_the_work() -> None:
     mesh = Mesh((0, 1, 2, 5), (2, 2))
     plan = make_plan([matrix("a", 8, 8, Layout(mesh))], bucket_bytes=MIB)
     assert "mesh 2x2 of ranks 0-2, 5: 1 matrices, each orthogonalized once" in plan.report()
+
+
+@pytest.mark.parametrize(
+    ("count", "ranks", "mib", "buckets"),
+    [(4, 2, 64, 1), (64, 8, 64, 2), (128, 2, 256, 8), (96, 8, 96, 4)],
+)
+def test_buckets_are_a_quarter_of_what_an_owner_has(
+    count: int, ranks: int, mib: int, buckets: int
+) -> None:
+    """Matrices of 16 or 32 MiB; within 64 and 256 MiB."""
+    layout = rows_over(ranks)
+    cols = 2048 if count != 128 and count != 96 else 4096
+    matrices = [matrix(f"m{i}", 4096, cols, layout) for i in range(count)]
+    assert bucket_size(matrices) == mib * MIB
+    plan = make_plan(matrices)
+    assert len(plan.buckets) == buckets
+    assert plan == make_plan(matrices, bucket_bytes=mib * MIB)
