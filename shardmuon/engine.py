@@ -22,9 +22,9 @@ from torch.profiler import record_function
 
 from shardmuon.entries import (
     Entry,
+    EntryList,
     Group,
     compute_device,
-    list_entries,
     matrices_of,
     mesh_parts,
     structure_of,
@@ -84,8 +84,10 @@ class Engine:
     def __init__(self, runtime: Runtime, default_mesh: DeviceMesh | None) -> None:
         self.runtime = runtime
         self.default_mesh = default_mesh
+        self._entries = EntryList(default_mesh)
         self._stats = StepStats()
         self._prepared: Prepared | None = None
+        self._looked_at: tuple[Sequence[Entry], object] | None = None
         self._has_stepped = False
         self._agreement = Agreement(runtime)
         self._methods = Methods(runtime)
@@ -108,11 +110,11 @@ class Engine:
 
     def plan(self, groups: Sequence[Group]) -> Plan:
         """The plan for `groups`, made anew if anything that it depends on has changed."""
-        return self._prepare_locally(list_entries(groups, self.default_mesh)).plan
+        return self._prepare_locally(self._entries.of(groups)).plan
 
     def prepare(self, groups: Sequence[Group]) -> None:
         """Plan and prove on the host that the ranks of every mesh made the same plan."""
-        prepared = self._prepare_with_methods(list_entries(groups, self.default_mesh))
+        prepared = self._prepare_with_methods(self._entries.of(groups))
         self._agreement.compare(prepared.plan, prepared.parts)
 
     def check(self) -> None:
@@ -120,14 +122,16 @@ class Engine:
         self._agreement.raise_deferred()
 
     def forget(self) -> None:
-        """State or settings were replaced: start nothing early from the old ones. Local."""
+        """State, settings or parameters were replaced: keep none, start nothing early. Local."""
         self._overlap.pause()
+        self._entries.clear()
+        self._looked_at = None
 
     def check_replicas(self, groups: Sequence[Group]) -> None:
         """RuntimeError naming parameters whose replicas do not hold the same bits."""
         lying = {
             entry.fqn: (entry.parameter, entry.device_mesh)
-            for entry in list_entries(groups, self.default_mesh)
+            for entry in self._entries.of(groups)
             if entry.device_mesh is not None and len(entry.mesh.ranks) > 1
         }
         names = differing_replicas(lying, self.runtime.timeout_s)
@@ -176,16 +180,18 @@ class Engine:
         """The plan for these tensors, a new one if there is none. No collective."""
         structures = {id(e.group): e.group for e in entries}
         kinds = {number: structure_of(group) for number, group in structures.items()}
-        key = tuple((e.fqn, e.mesh, kinds[id(e.group)]) for e in entries)
-        old = self._prepared
-        if (
-            old is not None
-            and old.key == key
-            and all(r() is e.parameter for r, e in zip(old.alive, entries, strict=True))
-        ):
+        old, seen = self._prepared, self._looked_at
+        if old is not None and seen is not None and seen[0] is entries and seen[1] == kinds:
             return old
-        self._prepared = self._make(entries, key)
-        return self._prepared
+        key = tuple((e.fqn, e.mesh, kinds[id(e.group)]) for e in entries)
+        if (
+            old is None
+            or old.key != key
+            or not all(r() is e.parameter for r, e in zip(old.alive, entries, strict=True))
+        ):
+            old = self._make(entries, key)
+        self._prepared, self._looked_at = old, (entries, kinds)
+        return old
 
     def _make(self, entries: Sequence[Entry], key: tuple[object, ...]) -> Prepared:
         found: list[Matrix] = []
@@ -264,7 +270,7 @@ class Engine:
     def step(self, groups: Sequence[Group], state: State) -> None:
         """Advance all parameters and states by one step, or leave everything as it was."""
         before = sum(collectives.calls.values()) - self._overlap.started
-        entries = list_entries(groups, self.default_mesh)
+        entries = self._entries.of(groups)
         doubt = self._overlap.complete(entries, state)
         try:
             tally = self._take_step(groups, entries, state, doubt)

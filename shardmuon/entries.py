@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from shardmuon.rules import RULES
 
 __all__ = [
     "Entry",
+    "EntryList",
     "Group",
     "compute_device",
     "list_entries",
@@ -64,6 +66,35 @@ def parameter_names(groups: Sequence[Group]) -> list[list[str]]:
         else [f"{number}.{position}" for position in range(len(group["params"]))]
         for number, group in enumerate(groups)
     ]
+
+
+class EntryList:
+    """Trainable parameters of groups; the same list as long as nothing has changed in it."""
+
+    def __init__(self, default_mesh: DeviceMesh | None) -> None:
+        self._default_mesh = default_mesh
+        self.clear()
+
+    def clear(self) -> None:
+        """Keep no parameter alive."""
+        self._seen: tuple[list[object], list[Tensor]] = ([], [])
+        self._entries: list[Entry] = []
+
+    def of(self, groups: Sequence[Group]) -> list[Entry]:
+        """As `list_entries`."""
+        shared = [
+            part for g in groups for part in (g, g["params"], g.get("param_names"), g.get("mesh"))
+        ]
+        trainable = [p for group in groups for p in group["params"] if p.requires_grad]
+        if not (_are_same(self._seen[0], shared) and _are_same(self._seen[1], trainable)):
+            self._entries = list_entries(groups, self._default_mesh)
+            self._seen = shared, trainable
+        return self._entries
+
+
+def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether both list the same objects."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def list_entries(groups: Sequence[Group], default_mesh: DeviceMesh | None) -> list[Entry]:

@@ -283,6 +283,8 @@ class Muon(Optimizer):
             )
         for parameter in dead:
             del self.state[parameter]
+        if dead:
+            self._engine.forget()
         for parameter in new:
             self.state[parameter] = _initial_state(parameter, members[parameter])
 

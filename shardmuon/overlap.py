@@ -40,13 +40,22 @@ __all__ = ["Overlap", "check_overlap"]
 class _Itinerary:
     """Buckets that set out early, in order: their passage, private group and parameters.
 
-    needs: indices of entries. homes: as the engine has them for this plan.
+    needs: indices of entries. homes: as the engine has them for this plan. alive: parameters of
+    all entries.
     """
 
     passages: tuple[Passage, ...]
     groups: tuple[collectives.Group, ...]
     needs: tuple[frozenset[int], ...]
     homes: Mapping[str, Home]
+    alive: tuple[weakref.ref[Tensor], ...]
+
+    def fits(self, entries: Sequence[Entry]) -> bool:
+        """Whether these are the parameters of the plan."""
+        return len(entries) == len(self.alive) and all(
+            reference() is entry.parameter
+            for reference, entry in zip(self.alive, entries, strict=True)
+        )
 
 
 @dataclass
@@ -95,13 +104,14 @@ class Overlap:
             return
         if self._itinerary is None or self._itinerary.homes is not homes:
             self._drop()
-            self._itinerary = self._make(passages, homes)
+            self._itinerary = self._make(passages, homes, entries)
             self._hook(entries)
         self._round.entries, self._round.state = entries, state
 
     def pause(self) -> None:
         """Let nothing set out until the next step, since state was replaced. Local."""
         self._round.state = None
+        self._round.entries = ()
 
     @torch.no_grad()
     def complete(self, entries: Sequence[Entry], state: State) -> Doubt:
@@ -112,8 +122,8 @@ class Overlap:
         if self._itinerary is None:
             return Doubt()
         round_ = self._round
-        before, round_.entries, round_.state = round_.entries, entries, state
-        if not _same(before, entries):  # another plan comes, and drops these
+        round_.entries, round_.state = entries, state
+        if not self._itinerary.fits(entries):  # another plan comes, and drops these
             round_.state = None
         while round_.sent < len(self._itinerary.passages):
             self._send()
@@ -233,7 +243,9 @@ class Overlap:
 
     # -- plans ----------------------------------------------------------------------------------
 
-    def _make(self, passages: Sequence[Passage], homes: Mapping[str, Home]) -> _Itinerary:
+    def _make(
+        self, passages: Sequence[Passage], homes: Mapping[str, Home], entries: Sequence[Entry]
+    ) -> _Itinerary:
         travelling = [passage for passage in passages if passage.route.hops]
         groups = [passage.groups[passage.route.hops[0].axis] for passage in travelling]
         if self._twins is None:
@@ -247,6 +259,7 @@ class Overlap:
             tuple(twin for _, twin in pairs),
             tuple(frozenset(homes[m.id].entry for m in p.bucket.matrices) for p, _ in pairs),
             homes,
+            tuple(weakref.ref(entry.parameter) for entry in entries),
         )
 
     def _hook(self, entries: Sequence[Entry]) -> None:
@@ -329,13 +342,6 @@ def _equal(one: object, other: object) -> bool:
     if isinstance(one, _Version) and isinstance(other, _Version):
         return one.tensor is other.tensor and one.counts == other.counts
     return one == other
-
-
-def _same(some: Sequence[Entry], others: Sequence[Entry]) -> bool:
-    """Whether both list the same parameters."""
-    return len(some) == len(others) and all(
-        one.parameter is other.parameter for one, other in zip(some, others, strict=True)
-    )
 
 
 def _telling(reference: weakref.ref[Overlap], index: int) -> Callable[[Tensor], None]:

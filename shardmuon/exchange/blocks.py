@@ -162,7 +162,10 @@ def local_gradient(fqn: str, parameter: Tensor) -> Tensor | None:
         return None
     if gradient.is_sparse:
         raise ValueError(f"{fqn}: sparse gradients are not supported")
-    if isinstance(parameter, DTensor) != isinstance(gradient, DTensor):
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+        if gradient._spec is parameter._spec:  # FSDP2 gives both the same
+            return local(gradient)
+    elif isinstance(parameter, DTensor) or isinstance(gradient, DTensor):
         raise ValueError(
             f"{fqn}: parameter is {type(parameter).__name__}, gradient {type(gradient).__name__}"
         )

@@ -173,7 +173,9 @@ class Transit:
         updates, row_stats = [], []
         for index, shard in zip(indices, shards, strict=True):
             parcel = self.passage.route.held[index]
-            elements = self.cargo.pop((index, parcel.origin)).to(shard.parameter.device)
+            elements = self.cargo.pop((index, parcel.origin))
+            if elements.is_cuda and not shard.parameter.is_cuda:
+                elements = elements.to(shard.parameter.device)
             stats: Tensor | None = None
             if rule.row_stats:
                 elements, behind = elements.tensor_split([parcel.block.numel])

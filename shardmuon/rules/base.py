@@ -95,7 +95,8 @@ class UpdateRule(ABC):
     ) -> None:
         """`prepare` each shard and write its block into its place.
 
-        places: 1-D, in the wire dtype; None where the block does not travel. A rule may do better
+        places: 1-D, contiguous, in the wire dtype and on the device of the exchange, which is the
+        shard's own if that is a GPU; None where the block does not travel. A rule may do better
         than one shard after the other, with the same bits.
         """
         for shard, place in zip(shards, places, strict=True):
@@ -110,7 +111,7 @@ class UpdateRule(ABC):
         row_stats: Sequence[Tensor | None],
         commit: Commit,
     ) -> None:
-        """`apply` to each shard its 1-D update; see `prepare_all`."""
+        """`apply` to each shard its update: 1-D, contiguous, on its device; see `prepare_all`."""
         for shard, update, stats in zip(shards, updates, row_stats, strict=True):
             self.apply(shard, update.view(shard.parameter.shape), stats, commit)
 

@@ -73,8 +73,7 @@ class MuonRule(UpdateRule):
         together: list[elementwise.Preparation] = []
         for shard, place in zip(shards, places, strict=True):
             buffer, group = shard.state["momentum_buffer"], shard.group
-            travelling = () if place is None else (place,)
-            if elementwise.takes(buffer, shard.gradient, *travelling):
+            if elementwise.takes(buffer, shard.gradient):
                 decay, nesterov = float(group["momentum"]), group["nesterov"]
                 together.append(
                     elementwise.Preparation(shard.gradient, buffer, place, decay, nesterov)
@@ -91,9 +90,13 @@ class MuonRule(UpdateRule):
         commit: Commit,
     ) -> None:
         together: list[elementwise.Application] = []
+        factors: dict[tuple[int, int, int], tuple[float, float]] = {}
         for shard, update, stats in zip(shards, updates, row_stats, strict=True):
-            if stats is None and elementwise.takes(shard.parameter, update):
-                keep, scale = _factors(shard)
+            if stats is None and elementwise.takes(shard.parameter):
+                kind = id(shard.group), shard.rows, shard.cols
+                if kind not in factors:
+                    factors[kind] = _factors(shard)
+                keep, scale = factors[kind]
                 together.append(elementwise.Application(shard.parameter, update, keep, scale))
             else:
                 super().apply_all([shard], [update], [stats], commit)

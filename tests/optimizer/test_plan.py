@@ -163,3 +163,15 @@ def test_prepare_without_ranks() -> None:
     optimizer.step()
     optimizer.check()
     assert optimizer.stats.matrices_orthogonalized == 1
+
+
+def test_a_layout_that_is_refused_is_refused_again() -> None:
+    """The plan that was good before does not stand in for it."""
+    weight = nn.Parameter(torch.ones(4, 6))
+    optimizer = shardmuon.Muon([("w", weight)])
+    assert len(optimizer.plan) == 1
+    wrong = nn.Parameter(torch.ones(4, 3, 2).transpose(1, 2))
+    optimizer.add_param_group({"params": [("conv", wrong)], "flatten": True})
+    for _ in range(2):
+        with pytest.raises(ValueError, match="conv"):
+            optimizer.plan  # noqa: B018
