@@ -31,7 +31,7 @@ class Runtime:
         updates on replicated axes; "all_gather" uses all-gathers everywhere. Same bits.
     bucket_bytes: wire bytes of whole matrices that one owner receives in one bucket; bounds the
         transient memory of a step. A larger matrix is a bucket of its own. None: a quarter of what
-        an owner has, but 64 to 256 MiB.
+        an owner has, but 128 to 256 MiB.
     deterministic: one matrix at a time on CUDA too, so that bits do not depend on the layout.
     missing_grad: "error" leaves a parameter that has no gradient on any rank untouched and raises
         on all ranks if they differ; "zero" reads a missing gradient as zeros (decay applies).

@@ -22,8 +22,8 @@ from shardmuon.planning.plan import Bucket, Plan
 
 __all__ = ["LARGEST_BUCKET", "bucket_size", "make_plan"]
 
-# Smaller messages leave a link slow, larger ones gain nothing more.
-SMALLEST_BUCKET, LARGEST_BUCKET = 64 * 2**20, 256 * 2**20
+# Smaller buckets cost the host more than they hide, larger ones gain nothing more.
+SMALLEST_BUCKET, LARGEST_BUCKET = 128 * 2**20, 256 * 2**20
 # An owner's matrices in as many buckets, so that the first and the last, which nothing hides, are
 # a small part.
 PORTIONS = 4
@@ -66,7 +66,10 @@ def make_plan(
 
 def bucket_size(matrices: Sequence[Matrix]) -> int:
     """Wire bytes of one owner in one bucket that suit these matrices of one mesh."""
-    owned = sum(matrix.total_bytes for matrix in matrices) // len(matrices[0].layout.mesh.ranks)
+    ranks = len(matrices[0].layout.mesh.ranks)
+    if ranks == 1:
+        return LARGEST_BUCKET  # nothing travels; buckets only bound the memory
+    owned = sum(matrix.total_bytes for matrix in matrices) // ranks
     return min(LARGEST_BUCKET, max(SMALLEST_BUCKET, owned // PORTIONS))
 
 

@@ -189,14 +189,14 @@ def test_report_says_who_shares_the_work() -> None:
 
 @pytest.mark.parametrize(
     ("count", "ranks", "mib", "buckets"),
-    [(4, 2, 64, 1), (64, 8, 64, 2), (128, 2, 256, 8), (96, 8, 96, 4)],
+    [(4, 2, 128, 1), (64, 8, 128, 1), (128, 2, 256, 8), (160, 8, 160, 4), (4, 1, 256, 1)],
 )
 def test_buckets_are_a_quarter_of_what_an_owner_has(
     count: int, ranks: int, mib: int, buckets: int
 ) -> None:
-    """Matrices of 16 or 32 MiB; within 64 and 256 MiB."""
+    """Matrices of 16 or 32 MiB; within 128 and 256 MiB."""
     layout = rows_over(ranks)
-    cols = 2048 if count != 128 and count != 96 else 4096
+    cols = 2048 if count < 100 else 4096
     matrices = [matrix(f"m{i}", 4096, cols, layout) for i in range(count)]
     assert bucket_size(matrices) == mib * MIB
     plan = make_plan(matrices)
