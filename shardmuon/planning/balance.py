@@ -1,16 +1,21 @@
 """Evens out the loads of ranks after a first assignment.
 
-Owns the local search: matrices of one cost are alike, so it moves costs, not matrices. From the
-rank with the largest load it gives one away, exchanges one for one, or one for two, whatever lowers
-the larger load of the two ranks most, until nothing does. Deterministic.
+Owns two searches. Matrices of one cost are alike, so both move costs, not matrices. The local one
+gives a matrix of the most loaded rank away, exchanges one for one, or one for two, whatever lowers
+the larger load of the two ranks most, until nothing does. The other packs all ranks anew below
+tops that start at the lower bound; it succeeds where there are few different costs, as in models,
+and many trades at once would be needed. Deterministic.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from math import ceil
+from operator import mul, sub
 
 __all__ = ["balance"]
 
@@ -20,6 +25,13 @@ MOST_MOVES = 20_000
 MOST_PARTNERS = 64
 # Above this number of different costs on a rank, one-for-two exchanges take too long.
 MOST_COSTS = 24
+# Packing ends this close to a top for which it failed.
+NEAR = 0.0003
+# States that packing below one top makes; it gives up where one state per rank is more.
+MOST_STATES = 10_000
+
+Counts = tuple[int, ...]
+"""How many matrices of each cost, the largest cost first."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +52,107 @@ def balance(
     loads: of every rank, with these matrices and all else that it has. The largest never grows.
     """
     search = _Search(owners, costs, loads)
-    floor = max(sum(loads.values()) / len(loads), max(costs.values(), default=0))
+    floor = max(ceil(sum(loads.values()) / len(loads)), max(costs.values(), default=0))
     for _ in range(MOST_MOVES):
         worst = search.most_loaded()
         if search.loads[worst] <= floor or not search.improve(worst):
             break
-    return search.owners
+    return _packed(search.owners, costs, search.loads, floor)
+
+
+def _packed(
+    owners: Mapping[str, int], costs: Mapping[str, int], loads: Mapping[int, int], floor: int
+) -> dict[str, int]:
+    """`owners`, or those of a packing whose largest load is smaller. floor: no load is below."""
+    names: dict[int, list[str]] = defaultdict(list)
+    base = dict(loads)
+    for name in sorted(owners, key=lambda name: (-costs[name], name)):
+        names[costs[name]].append(name)
+        base[owners[name]] -= costs[name]
+    kinds, counts = tuple(names), tuple(map(len, names.values()))
+    ranks = sorted(base, key=lambda rank: (-base[rank], rank))
+    best: Sequence[Counts] = ()
+    low, high = max(floor, *base.values()) - 1, max(loads.values())
+    step = NEAR * low
+    while high - low > 1 + NEAR * low:
+        # Tops near the bound are the likelier and the easier: little of a rank may stay free.
+        top = low + max(1, int(min(step, (high - low) // 2)))
+        takes = _pack(kinds, counts, [top - base[rank] for rank in ranks])
+        if takes:
+            best, high = takes, top
+        else:
+            low, step = top, 1.5 * step
+    after = dict(owners)
+    for rank, take in zip(ranks, best, strict=bool(best)):
+        for kind, count in zip(kinds, take, strict=True):
+            after |= {names[kind].pop(): rank for _ in range(count)}
+    return after
+
+
+def _pack(kinds: Counts, counts: Counts, rooms: Sequence[int]) -> list[Counts]:
+    """What each of the `rooms` takes, so that nothing is left; empty if none was found.
+
+    Goes through states, what is left after some rooms, and keeps those nearest to the same mixture
+    as in the beginning. Vectors that add up to zero can be ordered so that all partial sums stay
+    small (Steinitz), so a solution has an order that stays near.
+    """
+    whole = room_left = sum(rooms)
+    slack = whole - _load(kinds, counts)
+    options = cache(lambda room: _options(kinds, counts, room, slack, MOST_STATES // len(rooms)))
+    layers = [{counts: counts}]  # each state, and the state before it
+    for room in rooms:
+        takes = options(room)
+        room_left -= room
+        goal = [count * room_left / whole for count in counts]
+        after: dict[Counts, Counts] = {}
+        for state in layers[-1]:
+            for take in takes:
+                left = tuple(map(sub, state, take))
+                if min(left) < 0:  # room for more of a kind than there is
+                    left = tuple([max(0, count) for count in left])
+                after.setdefault(left, state)
+        kept = sorted(
+            (sum(kind * abs(x - y) for kind, x, y in zip(kinds, left, goal, strict=True)), left)
+            for left in after
+            if _load(kinds, left) <= room_left
+        )
+        width = MOST_STATES // (len(rooms) * max(1, len(takes)))
+        layers.append({left: after[left] for _, left in kept[:width]})
+    path = [tuple(0 for _ in counts)]
+    for layer in reversed(layers[1:]):
+        if path[-1] not in layer:
+            return []
+        path.append(layer[path[-1]])
+    path.reverse()
+    return [
+        tuple(x - y for x, y in zip(one, other, strict=True))
+        for one, other in zip(path, path[1:], strict=False)
+    ]
+
+
+def _options(kinds: Counts, counts: Counts, room: int, slack: int, most: int) -> list[Counts]:
+    """All that fits into `room` and leaves at most `slack` free, filled up with the smallest kind.
+
+    Empty if there are more than `most`.
+    """
+    partial: list[tuple[Counts, int]] = [((), room)]
+    later = _load(kinds, counts)
+    for kind, count in zip(kinds, counts, strict=True):
+        later -= kind * count
+        grown = []
+        for taken, free in partial:
+            upper = min(count, free // kind)
+            lower = max(0, -((later + slack - free) // kind))
+            lower = max(lower, upper) if kind == kinds[-1] else lower
+            grown += [((*taken, n), free - n * kind) for n in range(upper, lower - 1, -1)]
+        if len(grown) > most:
+            return []
+        partial = grown
+    return [taken for taken, _ in partial]
+
+
+def _load(kinds: Counts, counts: Counts) -> int:
+    return sum(map(mul, kinds, counts))
 
 
 class _Search:

@@ -84,7 +84,7 @@ class Device:
 DEVICES: dict[str, Device] = {
     # Rates: fitted to the tables of docs/benchmarks.md, section Newton-Schulz, which they meet
     # within 9 %. Link of a host: all-to-all of 2 ranks over NVLink, 1 MB to 1 GB. Link between
-    # hosts: an assumption, 400 Gbit/s per GPU. Host: steps of gpt160m and qwen3-moe on one GPU.
+    # hosts: an assumption, 400 Gbit/s per GPU. Host: steps of gpt160m on one GPU.
     "h200": Device(
         name="h200",
         rates={
@@ -97,6 +97,6 @@ DEVICES: dict[str, Device] = {
         far=Link(gbs=45.0, ms=0.15),
         near_ranks=8,
         host_ms=1.5,
-        host_ms_per_matrix=0.06,
+        host_ms_per_matrix=0.045,
     ),
 }
