@@ -210,10 +210,11 @@ class Overlap:
         """Remember what the next bucket is computed from."""
         round_ = self._round
         assert round_.state is not None
-        for index in needs:
+        new = needs - round_.used.keys()  # experts of one stack can be in several buckets
+        for index in new:
             round_.used[index] = _origin(round_.entries[index], round_.state)
         with self._stream(device):
-            bits = bit_sum([round_.gradients[index] for index in needs])
+            bits = bit_sum([round_.gradients[index] for index in new])
             round_.bits = bits if round_.bits is None else round_.bits + bits
 
     def _outdated(self) -> str | None:

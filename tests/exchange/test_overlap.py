@@ -354,6 +354,45 @@ def test_replicated_plain_tensors_are_refused_by_name(pools: Worlds) -> None:
     assert all(text.startswith("w: ") for text in texts)
 
 
+class Experts(nn.Module):
+    """A stack of matrices, which one bucket does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.stack = nn.Parameter(torch.randn(9, 8, 6, generator=generator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("erc,c->er", self.stack, x).tanh().sum()
+
+
+def _stacks() -> tuple[list[list[Tensor]], int, int]:
+    """Values after steps without and with overlap; buckets; collectives of the last backward."""
+    values = []
+    for overlap in HOWS:
+        model = Experts().to(ranks.device())
+        fully_shard(model, mesh=world_mesh())
+        optimizer = shardmuon.Muon(
+            model.named_parameters(), lr=0.1, ns_dtype=torch.float32, runtime=runtime(overlap)
+        )
+        for step in range(4):
+            started = sum(collectives.calls.values())
+            model(torch.ones(6, device=ranks.device()) * step).backward()
+            started = sum(collectives.calls.values()) - started
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.check()
+        values.append([whole(model.stack), whole(optimizer.state[model.stack]["momentum_buffer"])])
+    return values, len(optimizer.plan.buckets), started
+
+
+def test_experts_of_one_stack_travel_in_several_buckets(pools: Worlds) -> None:
+    for (without, with_overlap), buckets, started in pools.run(2, _stacks):
+        assert buckets > 1
+        assert started == buckets
+        assert all(map(torch.equal, with_overlap, without))
+
+
 def _lets_go() -> bool:
     """Hooks keep neither optimizer nor state alive."""
     model = fsdp()
