@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import ceil
+from itertools import accumulate
 from operator import mul, sub
 
 __all__ = ["balance"]
@@ -25,10 +25,14 @@ MOST_MOVES = 20_000
 MOST_PARTNERS = 64
 # Above this number of different costs on a rank, one-for-two exchanges take too long.
 MOST_COSTS = 24
-# Packing ends this close to a top for which it failed.
+# Packing is for few different costs; where there are many, small trades do.
+MOST_KINDS = 6
+# It ends this close to a top for which it failed.
 NEAR = 0.0003
 # States that packing below one top makes; it gives up where one state per rank is more.
-MOST_STATES = 10_000
+MOST_STATES = 6_000
+# A rank may leave this many times the mean of what ranks leave free; more only adds states.
+UNEVEN = 4
 
 Counts = tuple[int, ...]
 """How many matrices of each cost, the largest cost first."""
@@ -52,7 +56,7 @@ def balance(
     loads: of every rank, with these matrices and all else that it has. The largest never grows.
     """
     search = _Search(owners, costs, loads)
-    floor = max(ceil(sum(loads.values()) / len(loads)), max(costs.values(), default=0))
+    floor = max(-(-sum(loads.values()) // len(loads)), max(costs.values(), default=0))
     for _ in range(MOST_MOVES):
         worst = search.most_loaded()
         if search.loads[worst] <= floor or not search.improve(worst):
@@ -67,12 +71,18 @@ def _packed(
     names: dict[int, list[str]] = defaultdict(list)
     base = dict(loads)
     for name in sorted(owners, key=lambda name: (-costs[name], name)):
-        names[costs[name]].append(name)
-        base[owners[name]] -= costs[name]
+        if costs[name]:
+            names[costs[name]].append(name)
+            base[owners[name]] -= costs[name]
+    if not 0 < len(names) <= MOST_KINDS:
+        return dict(owners)
     kinds, counts = tuple(names), tuple(map(len, names.values()))
+    # Of all that cost at least as much as a kind, some rank has this many.
+    crowds = [-(-count // len(base)) for count in accumulate(counts)]
+    floor = max(floor, *base.values(), *map(mul, kinds, crowds))
     ranks = sorted(base, key=lambda rank: (-base[rank], rank))
     best: Sequence[Counts] = ()
-    low, high = max(floor, *base.values()) - 1, max(loads.values())
+    low, high = floor - 1, max(loads.values())
     step = NEAR * low
     while high - low > 1 + NEAR * low:
         # Tops near the bound are the likelier and the easier: little of a rank may stay free.
@@ -81,7 +91,7 @@ def _packed(
         if takes:
             best, high = takes, top
         else:
-            low, step = top, 1.5 * step
+            low, step = top, 2 * step
     after = dict(owners)
     for rank, take in zip(ranks, best, strict=bool(best)):
         for kind, count in zip(kinds, take, strict=True):
@@ -97,41 +107,44 @@ def _pack(kinds: Counts, counts: Counts, rooms: Sequence[int]) -> list[Counts]:
     small (Steinitz), so a solution has an order that stays near.
     """
     whole = room_left = sum(rooms)
-    slack = whole - _load(kinds, counts)
-    options = cache(lambda room: _options(kinds, counts, room, slack, MOST_STATES // len(rooms)))
+    waste = UNEVEN * (whole - _load(kinds, counts)) // len(rooms)
+    most = MOST_STATES // len(rooms)
+    options = cache(lambda room: _options(kinds, counts, room, waste, most))
     layers = [{counts: counts}]  # each state, and the state before it
     for room in rooms:
         takes = options(room)
         room_left -= room
         goal = [count * room_left / whole for count in counts]
-        after: dict[Counts, Counts] = {}
-        for state in layers[-1]:
-            for take in takes:
-                left = tuple(map(sub, state, take))
-                if min(left) < 0:  # room for more of a kind than there is
-                    left = tuple([max(0, count) for count in left])
-                after.setdefault(left, state)
+        after = _after(layers[-1], takes)
         kept = sorted(
             (sum(kind * abs(x - y) for kind, x, y in zip(kinds, left, goal, strict=True)), left)
             for left in after
             if _load(kinds, left) <= room_left
         )
-        width = MOST_STATES // (len(rooms) * max(1, len(takes)))
-        layers.append({left: after[left] for _, left in kept[:width]})
-    path = [tuple(0 for _ in counts)]
-    for layer in reversed(layers[1:]):
-        if path[-1] not in layer:
+        if not kept:
             return []
-        path.append(layer[path[-1]])
-    path.reverse()
-    return [
-        tuple(x - y for x, y in zip(one, other, strict=True))
-        for one, other in zip(path, path[1:], strict=False)
-    ]
+        layers.append({left: after[left] for _, left in kept[: most // len(takes)]})
+    taken, left = [], kept[0][1]  # room for nothing is left, so nothing is
+    for layer in reversed(layers[1:]):
+        taken.append(tuple(map(sub, layer[left], left)))
+        left = layer[left]
+    return taken[::-1]
 
 
-def _options(kinds: Counts, counts: Counts, room: int, slack: int, most: int) -> list[Counts]:
-    """All that fits into `room` and leaves at most `slack` free, filled up with the smallest kind.
+def _after(states: Iterable[Counts], takes: Sequence[Counts]) -> dict[Counts, Counts]:
+    """What can be left of `states`, each with the first state that it comes from."""
+    after: dict[Counts, Counts] = {}
+    for state in states:
+        for take in takes:
+            left = tuple(map(sub, state, take))
+            if min(left) < 0:  # room for more of a kind than there is
+                left = tuple([max(0, count) for count in left])
+            after.setdefault(left, state)
+    return after
+
+
+def _options(kinds: Counts, counts: Counts, room: int, waste: int, most: int) -> list[Counts]:
+    """All that fits into `room` and leaves at most `waste` free, filled up with the smallest kind.
 
     Empty if there are more than `most`.
     """
@@ -142,7 +155,8 @@ def _options(kinds: Counts, counts: Counts, room: int, slack: int, most: int) ->
         grown = []
         for taken, free in partial:
             upper = min(count, free // kind)
-            lower = max(0, -((later + slack - free) // kind))
+            # Fewer, and even all matrices of later kinds leave too much free.
+            lower = max(0, -((later + waste - free) // kind))
             lower = max(lower, upper) if kind == kinds[-1] else lower
             grown += [((*taken, n), free - n * kind) for n in range(upper, lower - 1, -1)]
         if len(grown) > most:
