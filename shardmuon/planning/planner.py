@@ -81,7 +81,10 @@ def assign_owners(
     Two plans: one in which matrices that a rank holds whole stay there (whole experts need no
     exchange), one in which all are free. Staying wins unless it lengthens the step.
     """
-    plans = [_assign(matrices, ranks, loads, stay) for stay in (True, False)]
+    free = _assign(matrices, ranks, loads, stay=False)
+    if not any(_stays(matrix, ranks) for matrix in matrices):
+        return free
+    plans = _assign(matrices, ranks, loads, stay=True), free
     return min(plans, key=lambda plan: max(plan[1].values()))
 
 

@@ -51,7 +51,7 @@ def test_packing_keeps_every_matrix_and_never_loses(
     owners = {name: index % len(base) for index, name in enumerate(costs)}
     before = loads_of(owners, costs, at_first)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardmuon.planning.balance._packed", lambda owners, *_: owners)
+        patch.setattr("shardmuon.planning.balance.packed", lambda owners, *_: owners)
         traded = balance(owners, costs, before)
     after = balance(owners, costs, before)
     assert after.keys() == costs.keys()
