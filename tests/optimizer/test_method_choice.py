@@ -19,7 +19,7 @@ from shardmuon.orthogonalize.choice import Problem
 from shardmuon.orthogonalize.coefficients import schedule_of
 from tests import ranks
 from tests.conftest import Worlds
-from tests.problems import world_mesh
+from tests.problems import whole, world_mesh
 
 SHAPES = {"square": (24, 24), "wide": (8, 40), "tall": (40, 8)}
 
@@ -61,7 +61,7 @@ def one_answer(prepare: bool) -> tuple[list[set[Problem]], list[str], str, list[
         optimizer.step()
         optimizer.step()
         chosen = [matrix.method for matrix, _ in optimizer.plan]
-        values = [p.full_tensor() for p in optimizer.param_groups[0]["params"]]
+        values = [whole(p) for p in optimizer.param_groups[0]["params"]]
         return asked, chosen, optimizer.plan.report(), values
 
 
@@ -69,7 +69,7 @@ def forced(method: str) -> list[torch.Tensor]:
     optimizer = shardmuon.Muon(parameters(), lr=0.1, ns_method=method)
     optimizer.step()
     optimizer.step()
-    return [p.full_tensor() for p in optimizer.param_groups[0]["params"]]
+    return [whole(p) for p in optimizer.param_groups[0]["params"]]
 
 
 @pytest.mark.parametrize("prepare", [True, False])
