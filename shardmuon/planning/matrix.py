@@ -1,17 +1,20 @@
 """The record of one matrix: where it lies, how it travels, what it costs.
 
-Owns `Matrix`, the unit of planning, and what matrices must share to travel together.
+Owns `Matrix`, the unit of planning, what matrices must share to travel together, and the order of
+their names.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from shardmuon.planning.cut import Cut
 from shardmuon.planning.layout import Block, Coordinate, Layout
 
-__all__ = ["AUTO", "Matrix", "lane"]
+__all__ = ["AUTO", "Matrix", "lane", "natural_order"]
 
 AUTO = "auto"
 """Method of a matrix for which none has been chosen yet."""
@@ -74,3 +77,9 @@ def lane(matrix: Matrix) -> tuple[object, ...]:
     """What matrices must share to travel in one message."""
     layout = matrix.layout
     return layout.mesh, layout.sharded_axes, layout.replicated_axes, matrix.wire_dtype
+
+
+def natural_order(name: str) -> tuple[list[Any], str]:
+    """A key that sorts names with the numbers in them by value: layer 2 comes before layer 10."""
+    parts = re.split(r"(\d+)", name)  # text and digits take turns
+    return [int(part) if index % 2 else part for index, part in enumerate(parts)], name

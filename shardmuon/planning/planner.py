@@ -11,13 +11,13 @@ Matrices are taken by cost, so that equal ones share a batch, or in the order of
 from __future__ import annotations
 
 import heapq
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from shardmuon.planning.balance import balance
 from shardmuon.planning.layout import Mesh
-from shardmuon.planning.matrix import Matrix, lane
+from shardmuon.planning.matrix import Matrix, lane, natural_order
 from shardmuon.planning.plan import Bucket, Plan
 
 __all__ = ["LARGEST_BUCKET", "bucket_size", "make_plan"]
@@ -181,10 +181,9 @@ def _cost_order(matrix: Matrix) -> tuple[int, str]:
     return -matrix.cost, matrix.id
 
 
-def _by_name(matrix: Matrix) -> list[tuple[bool, int, str]]:
-    """Orders names with the numbers in them as numbers; backward meets the last layer first.
+def _by_name(matrix: Matrix) -> tuple[list[Any], str]:
+    """Backward meets the last layer first, and layers are numbered.
 
     Of the order inside a layer names say nothing, but a bucket spans layers.
     """
-    parts = [part for part in re.split(r"(\d+)", matrix.id) if part]
-    return [(True, int(p), p) if p.isdecimal() else (False, 0, p) for p in parts]
+    return natural_order(matrix.id)

@@ -111,6 +111,15 @@ def apply_kernel(  # noqa: PLR0913
 
 
 @triton.jit
+def _elements(
+    table, places, number, TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """This program's block of a tensor, zeros beyond it. Rows of the table: tensor, size."""
+    tensor, offsets, mask = _block(table, places, 1, number, BLOCK)
+    return tl.load(_pointer(table, 0, number, tensor, TYPE, ALIGNED) + offsets, mask, other=0)
+
+
+@triton.jit
 def nonfinite_kernel(
     table,
     places,
@@ -120,10 +129,8 @@ def nonfinite_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rows of the table: tensor, size. Sets `found` if an element is inf or nan."""
-    tensor, offsets, mask = _block(table, places, 1, number, BLOCK)
-    values = tl.load(_pointer(table, 0, number, tensor, TYPE, ALIGNED) + offsets, mask, other=0)
-    values = values.to(tl.float32)
+    """Sets `found` if an element is inf or nan. The table is that of `_elements`."""
+    values = _elements(table, places, number, TYPE, ALIGNED, BLOCK).to(tl.float32)
     bad = tl.max((~(tl.abs(values) < float("inf"))).to(tl.int32), 0)
     tl.store(found, bad != 0, bad != 0)  # all who write, write the same
 
@@ -138,9 +145,8 @@ def bit_sum_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rows of the table: tensor, size. Adds the bits of all elements, as integers, to `total`."""
-    tensor, offsets, mask = _block(table, places, 1, number, BLOCK)
-    values = tl.load(_pointer(table, 0, number, tensor, TYPE, ALIGNED) + offsets, mask, other=0)
+    """Adds the bits of all elements, as integers, to `total`. The table is that of `_elements`."""
+    values = _elements(table, places, number, TYPE, ALIGNED, BLOCK)
     if tl.float32 == TYPE:
         bits = values.to(tl.int32, bitcast=True)
     else:

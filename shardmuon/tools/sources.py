@@ -13,7 +13,6 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ import torch
 from torch import nn
 
 from shardmuon.groups import ADAMW, MUON, STRUCTURAL_KEYS, clean_fqn
+from shardmuon.planning.matrix import natural_order
 from shardmuon.planning.models import MODELS
 from shardmuon.routing import HEAD_NAMES, ROUTER_NAMES, param_groups
 from shardmuon.tools.subjects import unfilled
@@ -277,7 +277,7 @@ def _parse(raw: bytes, where: str) -> dict[str, Any]:
 def _of_headers(tensors: Mapping[str, _Tensor], text: str) -> Source:
     """Tensors of headers, sorted by name and shape; layer 2 comes before layer 10."""
     shapes: Shapes = {}
-    for name in sorted(tensors, key=_natural):
+    for name in sorted(tensors, key=natural_order):
         if _is_parameter(name, tensors[name], text):
             shapes[clean_fqn(name)] = tensors[name].shape
     if not shapes:
@@ -292,12 +292,6 @@ def _of_headers(tensors: Mapping[str, _Tensor], text: str) -> Source:
         for name, shape in shapes.items()
     )
     return Source(f"{text} (rules by name)", tuple(listed))
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts numbers inside a name by their value."""
-    parts = re.split(r"(\d+)", name)
-    return [(len(part) if part.isdecimal() else 0, part) for part in parts]
 
 
 def _is_parameter(name: str, tensor: _Tensor, text: str) -> bool:

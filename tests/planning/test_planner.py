@@ -202,3 +202,18 @@ def test_buckets_are_a_quarter_of_what_an_owner_has(
     plan = make_plan(matrices)
     assert len(plan.buckets) == buckets
     assert plan == make_plan(matrices, bucket_bytes=mib * MIB)
+
+
+def test_with_overlap_the_last_layer_comes_first_whatever_the_order_given() -> None:
+    """Numbers count by value, also those that differ in leading zeros only."""
+    names = ["layers.2.w", "layers.10.w", "layers.9.w", "layers.09.w", "head.w"]
+    layout = rows_over(2)
+    matrices = [matrix(name, 64, 64, layout) for name in names]
+    plans = [
+        make_plan(each, bucket_bytes=1, overlap="backward") for each in (matrices, matrices[::-1])
+    ]
+    assert plans[0] == plans[1]
+    order = [sorted(m.id for m in bucket.matrices) for bucket in plans[0].buckets]
+    assert sorted(name for bucket in order for name in bucket) == sorted(names)
+    assert "layers.10.w" in order[0]
+    assert "head.w" in order[-1]
