@@ -37,9 +37,10 @@ from shardmuon.exchange.replicas import differing_replicas
 from shardmuon.holdings import Holdings, Home, State, with_method
 from shardmuon.methods import Methods, is_open
 from shardmuon.overlap import Overlap, check_overlap
+from shardmuon.planning.device import DEVICES
 from shardmuon.planning.matrix import AUTO, Matrix
 from shardmuon.planning.plan import Plan
-from shardmuon.planning.planner import make_plan
+from shardmuon.planning.planner import Freedom, make_plan
 from shardmuon.rules import RULES, Commit
 from shardmuon.rules.adamw import adamw_step
 from shardmuon.runtime import Runtime
@@ -163,7 +164,7 @@ class Engine:
     def _warm_up(self, prepared: Prepared, entries: Sequence[Entry]) -> None:
         """Let the rules compile and capture what they will run on this rank."""
         for passage in prepared.passages:
-            if passage.batched:
+            if passage.batched and passage.team is None:
                 for batch in passage.batches:
                     whole = torch.zeros(batch.shape, dtype=passage.dtype, device=passage.device)
                     group = entries[prepared.homes[batch.matrix.id].entry].group
@@ -195,12 +196,10 @@ class Engine:
 
     def _make(self, entries: Sequence[Entry], key: tuple[object, ...]) -> Prepared:
         found: list[Matrix] = []
-        homes: dict[str, Home] = {}
+        entry_of: dict[str, int] = {}
         for index, entry in enumerate(entries):
             for matrix in matrices_of(entry):
-                coordinate = entry.mesh.coordinates[collectives.rank()]
-                box = matrix.layout.box(matrix.cut.shape, coordinate)
-                homes[matrix.id] = Home(index, BlockView(matrix.cut, box))
+                entry_of[matrix.id] = index
                 found.append(matrix)
         runtime = self.runtime
         if runtime.deterministic:
@@ -214,7 +213,9 @@ class Engine:
             bucket_bytes=runtime.bucket_bytes,
             overlap=runtime.overlap,
             settings=json.dumps([runtime.deterministic, runtime.missing_grad, runtime.nonfinite]),
+            freedom=self._freedom(matrices, entries),
         )
+        homes = {m.id: _home(m, entry_of[m.whole_id]) for m, _ in plan}
         self._warn_of_repeated_work(matrices)
         return Prepared(
             key,
@@ -223,6 +224,15 @@ class Engine:
             tuple(self._passages(plan, entries, homes)),
             mesh_parts(plan, entries),
             homes,
+        )
+
+    def _freedom(self, matrices: Sequence[Matrix], entries: Sequence[Entry]) -> Freedom:
+        """Only costs of methods that are chosen can say what a team would gain."""
+        on_gpu = any(compute_device(entry).type == "cuda" for entry in entries)
+        return Freedom(
+            DEVICES["h200" if on_gpu else "cpu"],
+            share_large=self.runtime.share_large and not is_open(matrices),
+            replicas=self.runtime.replicas,
         )
 
     def _passages(
@@ -308,6 +318,13 @@ class Engine:
                         adamw_step(shards, group, commit)
         self._overlap.arm(prepared.passages, prepared.homes, entries, state)
         return tally
+
+
+def _home(matrix: Matrix, entry: int) -> Home:
+    """Where `matrix` of parameter number `entry` lies on this rank."""
+    layout = matrix.layout
+    box = layout.box(matrix.cut.shape, layout.mesh.coordinates[collectives.rank()])
+    return Home(entry, BlockView(matrix.cut, box))
 
 
 def _refuse_other_methods(entries: Sequence[Entry]) -> None:

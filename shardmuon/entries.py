@@ -120,11 +120,13 @@ def matrices_of(entry: Entry) -> Iterator[Matrix]:
     """Matrices of a parameter; none for AdamW."""
     if entry.group["algorithm"] not in RULES:
         return
+    rule = RULES[entry.group["algorithm"]]
     layout = layout_of(entry.fqn, entry.parameter, entry.device_mesh)
     dtype = _ns_dtype(entry)
     method = _method(entry, dtype)
     schedule = schedule_of(entry.group["ns_coefficients"], entry.group["ns_steps"])
     segments = schedule.segments
+    may_share = entry.group["ns_method"] in (AUTO, "gram")
     costed = "standard" if method == AUTO else method
     for suffix, cut in cuts_of(entry.parameter, entry.group):
         if cut.flatten and any(split.dim > 1 for split in layout.splits):
@@ -139,9 +141,10 @@ def matrices_of(entry: Entry) -> Iterator[Matrix]:
             wire_bytes=dtype.itemsize,
             cost=newton_schulz_flops(cut.rows, cut.cols, segments, costed),
             settings=_settings(entry.group),
-            row_stats=RULES[entry.group["algorithm"]].row_stats,
+            row_stats=rule.row_stats,
             method=method,
             segments=segments,
+            may_share=rule.shares and not cut.flatten and may_share,
         )
 
 

@@ -93,8 +93,8 @@ class Holdings:
             settings = self._groups[kind] = with_method(group, matrix)
         of = view.of
         state = {key: of(value) for key, value in held.state.items()}
-        cut = matrix.cut
-        shard = Shard(of(held.parameter), of(held.gradient), state, settings, cut.rows, cut.cols)
+        shape = matrix.whole_shape
+        shard = Shard(of(held.parameter), of(held.gradient), state, settings, *shape)
         return Member(RULES[group["algorithm"]], shard, held.missing)
 
     def _hold(self, entry: Entry) -> _Held:

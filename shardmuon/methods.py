@@ -1,7 +1,8 @@
-"""Which Newton-Schulz method each matrix of a plan takes.
+"""Which Newton-Schulz method each matrix of a plan takes, and what it costs then.
 
 Owns the answers that the ranks of a mesh share: what a group forces, what stands for `"auto"`
-before and after the ranks have chosen. Measures nothing; `orthogonalize/choice.py` does.
+before and after the ranks have chosen, and times that were measured on the way, which go before
+numbers of operations. Measures nothing; `orthogonalize/choice.py` does.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import replace
 
 from shardmuon.exchange import collectives
 from shardmuon.exchange.agreement import MeshPart
-from shardmuon.orthogonalize.choice import Problem, choose_methods
-from shardmuon.planning.cost import newton_schulz_flops
+from shardmuon.orthogonalize.choice import Answer, Problem, choose_methods
+from shardmuon.planning.cost import flops_in, newton_schulz_flops
 from shardmuon.planning.layout import Mesh
 from shardmuon.planning.matrix import AUTO, Matrix
 from shardmuon.planning.planner import bucket_size
@@ -27,7 +28,7 @@ class Methods:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._chosen: dict[tuple[Mesh, Problem], str] = {}
+        self._chosen: dict[tuple[Mesh, Problem], Answer] = {}
 
     def assign(self, matrices: Sequence[Matrix]) -> list[Matrix]:
         """`matrices` with "auto" replaced where it is known by what, and with its cost."""
@@ -35,7 +36,7 @@ class Methods:
             return [_with_method(m, "standard") if m.method == AUTO else m for m in matrices]
         problems = _problems(matrices, self._runtime.bucket_bytes)
         return [
-            _with_method(m, self._chosen.get((m.layout.mesh, problem), AUTO)) if problem else m
+            _with_answer(m, self._chosen.get((m.layout.mesh, problem)), problem) if problem else m
             for m, problem in zip(matrices, problems, strict=True)
         ]
 
@@ -54,11 +55,11 @@ class Methods:
             }
             if here:
                 answer = _shared_answer(here, part)
-                self._chosen.update({(part.mesh, p): method for p, method in answer.items()})
+                self._chosen.update({(part.mesh, p): each for p, each in answer.items()})
 
 
-def _shared_answer(problems: set[Problem], part: MeshPart) -> Mapping[Problem, str]:
-    answer: Mapping[Problem, str] | str | None = None
+def _shared_answer(problems: set[Problem], part: MeshPart) -> Mapping[Problem, Answer]:
+    answer: Mapping[Problem, Answer] | str | None = None
     if collectives.rank() == part.mesh.ranks[0]:
         try:
             answer = choose_methods(problems, part.device)
@@ -106,7 +107,15 @@ def _sides(matrix: Matrix) -> tuple[int, int]:
 
 
 def _with_method(matrix: Matrix, method: str) -> Matrix:
-    if method == AUTO:
-        return matrix
     cost = newton_schulz_flops(matrix.rows, matrix.cols, matrix.segments, method)
     return replace(matrix, method=method, cost=cost)
+
+
+def _with_answer(matrix: Matrix, answer: Answer | None, problem: Problem) -> Matrix:
+    """`matrix` with the method chosen for it; it costs its part of the batch, if that was timed."""
+    if answer is None:
+        return matrix
+    chosen = _with_method(matrix, answer.method)
+    if answer.ms is None:
+        return chosen
+    return replace(chosen, cost=flops_in(answer.ms / problem.count))

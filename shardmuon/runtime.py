@@ -14,12 +14,14 @@ Exchange = Literal["auto", "all_gather"]
 MissingGrad = Literal["error", "zero"]
 NonFinite = Literal["error", "skip", "allow"]
 Overlap = Literal["none", "backward"]
+Replicas = Literal["auto", "once", "repeat"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "exchange": get_args(Exchange),
     "missing_grad": get_args(MissingGrad),
     "nonfinite": get_args(NonFinite),
     "overlap": get_args(Overlap),
+    "replicas": get_args(Replicas),
 }
 
 
@@ -41,6 +43,12 @@ class Runtime:
         gradient; the same bits, for more memory. Nothing may change gradients between backward
         and step then (no clipping). Needs process groups of its own, which the first step makes:
         all ranks of the world must take it.
+    replicas: "once" orthogonalizes each matrix once over all replicas (HSDP, DDP), which then
+        gather each other's updates; "repeat" does so in every replica, without that gathering;
+        "auto" repeats where replicas lie on several hosts and it is predicted to be quicker.
+    share_large: a matrix that alone would take longer than a step may be orthogonalized by a team
+        of ranks along one mesh axis, if that is predicted to be quicker. The last bits then depend
+        on the team, so it excludes `deterministic`.
     timeout_s: seconds a host-side wait for a collective may take; None keeps the group's own.
     """
 
@@ -50,6 +58,8 @@ class Runtime:
     missing_grad: MissingGrad = "error"
     nonfinite: NonFinite = "error"
     overlap: Overlap = "none"
+    replicas: Replicas = "auto"
+    share_large: bool = False
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -62,7 +72,13 @@ class Runtime:
             raise ValueError(f"runtime.bucket_bytes must be an integer or None, got {size!r}")
         if size is not None and size < 1:
             raise ValueError(f"runtime.bucket_bytes must be at least 1, got {size}")
-        if not isinstance(self.deterministic, bool):
-            raise ValueError(f"runtime.deterministic must be a bool, got {self.deterministic!r}")
+        for name in ("deterministic", "share_large"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"runtime.{name} must be a bool, got {getattr(self, name)!r}")
+        if self.deterministic and self.share_large:
+            raise ValueError(
+                "runtime.share_large does not go with runtime.deterministic, which promises bits"
+                " that do not depend on the number of ranks"
+            )
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ValueError(f"runtime.timeout_s must be above 0 or None, got {self.timeout_s}")

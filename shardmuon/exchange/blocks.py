@@ -103,11 +103,15 @@ class BlockView:
         self._cut = cut
         self._index = None if cut.expert is None else cut.expert - box[0][0]
         self._rows: slice | None = None
+        self._cols: slice | None = None  # all
         if held is not None and block.numel:
             first = cut.part_rows[0] + block.row_start - held[0][0]
             self._rows = slice(first, first + block.rows)
+            if cut.columns is not None:
+                first = cut.part_cols[0] + block.col_start - held[1][0]
+                self._cols = slice(first, first + block.cols)
         # Most parameters are one matrix, and their local tensor is the block.
-        plain = not (cut.flatten or cut.transposed) and self._index is None
+        plain = not (cut.flatten or cut.transposed or cut.columns) and self._index is None
         self._whole = plain and held is not None and self._rows == slice(0, held[0][1] - held[0][0])
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -122,7 +126,7 @@ class BlockView:
             tensor = tensor[self._index]
         if self._cut.transposed:
             tensor = tensor.mT
-        return tensor[self._rows]
+        return tensor[self._rows] if self._cols is None else tensor[self._rows, self._cols]
 
 
 def _splits(fqn: str, parameter: DTensor) -> tuple[Split, ...]:

@@ -7,9 +7,12 @@ one rank, or no process group at all, makes no call. Knows nothing of matrices, 
 
 from __future__ import annotations
 
+import atexit
 import datetime
-from collections import Counter
-from collections.abc import Sequence
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +36,7 @@ __all__ = [
     "host_group",
     "is_group",
     "is_initialized",
+    "meeting_device",
     "private_groups",
     "rank",
     "start",
@@ -56,6 +60,7 @@ class Work:
     def __init__(self, handle: Any, *buffers: Tensor) -> None:
         self._handle = handle
         self._buffers = buffers
+        _recent.extend(weakref.ref(buffer) for buffer in buffers if not buffer.is_cuda)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until done: the host for CPU groups, the current stream for CUDA groups.
@@ -68,6 +73,21 @@ class Work:
             self._handle.wait()
         self._handle = None
         self._buffers = ()
+
+
+_recent: deque[weakref.ref[Tensor]] = deque(maxlen=16)
+
+
+@atexit.register
+def _outlast_workers() -> None:
+    """Wait half a second at most for gloo's threads to let go of the last buffers.
+
+    A thread that drops the last reference to a tensor needs the interpreter for it, and aborts the
+    process if that is ending (torch 2.13; a few of a hundred exits on a busy machine).
+    """
+    deadline = time.monotonic() + 0.5
+    while any(buffer() is not None for buffer in _recent) and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def is_initialized() -> bool:
@@ -93,6 +113,32 @@ def is_group(value: object) -> bool:
 def device_type(group: Group) -> str:
     """Kind of device that `group` communicates from."""
     return "cuda" if "nccl" in str(dist.get_backend(group)) else "cpu"
+
+
+def meeting_device(computed_on: Collection[str]) -> torch.device:
+    """Device from which all ranks reduce numbers together: of the same kind on all of them.
+
+    computed_on: kinds of device that this rank's tensors are computed on. They only count where
+    ranks can meet on the host and on a GPU; without any, it counts whether a GPU is in use.
+    """
+    gpus = sorted(set(computed_on) - {"cpu"})
+    if is_initialized():
+        backends = dict(pair.split(":") for pair in str(dist.get_backend_config()).split(","))
+        # gloo takes tensors of GPUs too, but waits on the host anyway.
+        able = [kind for kind, name in backends.items() if kind != "cpu" and name != "gloo"]
+        if "cpu" in backends:
+            gpus = [kind for kind in able if _is_in_use(kind, computed_on)]
+        else:
+            gpus = able
+    if not gpus:
+        return torch.device("cpu")
+    return torch.device(gpus[0], torch.get_device_module(gpus[0]).current_device())
+
+
+def _is_in_use(kind: str, computed_on: Collection[str]) -> bool:
+    if computed_on:
+        return kind in computed_on
+    return bool(torch.get_device_module(kind).is_initialized())
 
 
 def start(backend: str, timeout_s: float, device: torch.device | None = None) -> None:
@@ -150,7 +196,7 @@ def all_reduce_sum_(tensor: Tensor, group: Group = None) -> Tensor:
     """Sum `tensor` over `group` in place and return it."""
     if world_size(group) > 1:
         calls["all_reduce"] += 1
-        dist.all_reduce(tensor, dist.ReduceOp.SUM, group)
+        Work(dist.all_reduce(tensor, dist.ReduceOp.SUM, group, async_op=True), tensor).wait()
     return tensor
 
 

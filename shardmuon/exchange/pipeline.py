@@ -28,6 +28,7 @@ from shardmuon.exchange.legs import (
     start_share,
     unpack,
 )
+from shardmuon.exchange.teams import AxisTeam
 from shardmuon.planning.plan import Bucket
 from shardmuon.planning.routes import Hop, PackingList, Route, packing_list
 from shardmuon.rules import Commit, Shard, UpdateRule
@@ -77,8 +78,19 @@ class Passage:
 
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
-        """Owned matrices, by what is orthogonalized together."""
-        return batches_of(self.bucket.matrices, self.route, self.batched)
+        """Owned matrices, by what is orthogonalized together. Panels are of one kind."""
+        together = self.batched or self.bucket.team is not None
+        return batches_of(self.bucket.matrices, self.route, together)
+
+    @cached_property
+    def team(self) -> AxisTeam | None:
+        """Those with whom this rank orthogonalizes the bucket, if it is one of panels."""
+        panel = self.bucket.team
+        if panel is None:
+            return None
+        here = self.route.coordinate[panel.axis]
+        size = self.bucket.mesh.shape[panel.axis]
+        return AxisTeam(self.groups[panel.axis], size, here, panel.size, self.timeout_s)
 
     @cached_property
     def present(self) -> tuple[int, ...]:
@@ -142,6 +154,8 @@ class Transit:
             self.cargo = {}
             for batch, whole in zip(passage.batches, wholes, strict=True):
                 self._update(batch, whole)
+            if passage.team is not None and not passage.batches:
+                passage.team.attend(passage.bucket.matrices[0].segments, passage.buffer(0))
         if passage.route.hops:
             with self.passage.range("scatter"):
                 self._send(passage.route.hops[-1].backwards)
@@ -207,9 +221,17 @@ class Transit:
 
     def _update(self, batch: Batch, whole: Tensor) -> None:
         """Orthogonalize a batch and lay each origin's block of the updates out for the way back."""
-        first = self.members[batch.indices[0]]
-        self.tally.matrices_orthogonalized += len(batch.indices)
-        update, stats = first.rule.orthogonalize(whole, first.shard.group)
+        first, team = self.members[batch.indices[0]], self.passage.team
+        stats: Tensor | None = None
+        if team is None:
+            update, stats = first.rule.orthogonalize(whole, first.shard.group)
+        else:
+            panels = whole.view(-1, *whole.shape[-2:])
+            shape = batch.matrix.whole_shape
+            update = first.rule.orthogonalize_panels(panels, first.shard.group, shape, team)
+            update = update.view(whole.shape)
+        if team is None or team.index == 0:  # the others have parts of the same matrices
+            self.tally.matrices_orthogonalized += len(batch.indices)
         self.cargo |= take_apart(batch, update, stats, self.passage.dtype)
 
 

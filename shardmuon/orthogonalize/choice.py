@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from shardmuon.orthogonalize.coefficients import KELLER, Schedule
 from shardmuon.orthogonalize.newton_schulz import METHODS, newton_schulz
 from shardmuon.orthogonalize.products import KERNEL_VERSION
 
-__all__ = ["Problem", "cache_file", "choose_methods", "guess", "measure", "milliseconds"]
+__all__ = ["Answer", "Problem", "cache_file", "choose_methods", "guess", "measure", "milliseconds"]
 
 BUDGET_S = 2.0
 # A method must beat the standard one by this much: what is nearer is noise, and the standard
@@ -55,9 +55,16 @@ class Problem:
         return f"{self.count} x {self.rows} x {self.cols} {self.dtype}, {steps} steps"
 
 
+class Answer(NamedTuple):
+    """A method, and milliseconds that it takes for the whole batch, if they are known."""
+
+    method: str
+    ms: float | None = None
+
+
 def choose_methods(
     problems: Iterable[Problem], device: torch.device, budget_s: float = BUDGET_S
-) -> dict[Problem, str]:
+) -> dict[Problem, Answer]:
     """The method for each problem: from the cache file, else measured, else guessed.
 
     On a CPU always "standard", whose bits depend on no measurement. The largest problems are
@@ -66,7 +73,7 @@ def choose_methods(
     """
     problems = set(problems)
     if device.type != "cuda":
-        return dict.fromkeys(problems, "standard")
+        return dict.fromkeys(problems, Answer("standard"))
     path = cache_file(device)
     known = _read(path)
     deadline = time.monotonic() + budget_s
@@ -77,13 +84,14 @@ def choose_methods(
     if found:
         _write(path, {**_read(path), **found})
     times = {**known, **found}
-    return {p: fastest(times[str(p)]) if str(p) in times else guess(p) for p in problems}
+    return {p: fastest(times[str(p)]) if str(p) in times else Answer(guess(p)) for p in problems}
 
 
-def fastest(times: Mapping[str, float]) -> str:
+def fastest(times: Mapping[str, float]) -> Answer:
     """The quickest method; "standard" unless another is clearly quicker."""
     best = min(times, key=lambda method: times[method])
-    return best if times[best] < MARGIN * times["standard"] else "standard"
+    best = best if times[best] < MARGIN * times["standard"] else "standard"
+    return Answer(best, times[best])
 
 
 def guess(problem: Problem) -> str:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,9 +21,19 @@ from torch import Tensor
 from shardmuon.orthogonalize.coefficients import Schedule
 from shardmuon.orthogonalize.products import scaled, symmetric_product
 
-__all__ = ["METHODS", "iteration_dtype", "newton_schulz"]
+__all__ = ["METHODS", "Team", "iteration_dtype", "newton_schulz", "newton_schulz_of_panels"]
 
 METHODS = ("standard", "symmetric", "gram")
+
+
+class Team(Protocol):
+    """Ranks that each have a panel of the same matrices, and call the same functions in turn."""
+
+    def everyones(self, x: Tensor) -> Tensor:
+        """`x` of each rank, [ranks, *x.shape]."""
+
+    def total(self, x: Tensor) -> Tensor:
+        """Sum of `x` over the ranks, rounded once, the same bits on all of them."""
 
 
 def newton_schulz(
@@ -61,6 +73,28 @@ def newton_schulz(
     return scaled(x, None, dtype).view(matrix.shape)
 
 
+def newton_schulz_of_panels(
+    panels: Tensor,
+    schedule: Schedule,
+    eps: float | None,
+    dtype: torch.dtype,
+    tall: bool,
+    team: Team,
+) -> Tensor:
+    """This rank's panels of the approximate orthogonal factors of matrices that a team shares.
+
+    panels: [n, rows, cols], pieces of the matrices along their longer side, which is the first if
+    `tall`; every rank of the team has another piece of the same matrices. Not changed. eps, dtype:
+    as in `newton_schulz`. The gram method: x x^T is the sum of what each panel gives, the
+    polynomial of it is computed by every rank, and its product with a panel is that of the matrix.
+    Per call the team exchanges one number, and one square matrix per segment, for each matrix.
+    """
+    inner = iteration_dtype(schedule, "gram", dtype, panels.device)
+    batch, factors = _factors(panels, schedule.margin, eps, team)
+    x = scaled(batch.mT if tall else batch, factors, inner)
+    return scaled(_gram(x, schedule, tall, team.total), None, dtype)
+
+
 def iteration_dtype(
     schedule: Schedule, method: str, dtype: torch.dtype, device: torch.device
 ) -> torch.dtype:
@@ -89,8 +123,13 @@ def _unit(matrix: Tensor, margin: float, eps: float | None, dtype: torch.dtype) 
     return x
 
 
-def _factors(batch: Tensor, margin: float, eps: float | None) -> tuple[Tensor, Tensor]:
-    """(`batch` in the range of its dtype, [n, 1, 1] by which to multiply it). Without overflow."""
+def _factors(
+    batch: Tensor, margin: float, eps: float | None, team: Team | None = None
+) -> tuple[Tensor, Tensor]:
+    """(`batch` in the range of its dtype, [n, 1, 1] by which to multiply it). Without overflow.
+
+    The norm by which it is divided is that over all panels of `team`.
+    """
     wide = batch.dtype if batch.dtype == torch.float64 else torch.float32
 
     def norms(x: Tensor) -> Tensor:
@@ -100,14 +139,26 @@ def _factors(batch: Tensor, margin: float, eps: float | None) -> tuple[Tensor, T
     if not batch.numel():
         return batch, batch.new_ones(len(batch), 1, 1, dtype=wide)
     if eps is not None:
-        divisor = norms(batch) * margin
+        divisor = _norm_of_all(norms(batch), None, team) * margin
         _warn_below(eps, divisor, batch)
         return batch, divisor.clamp(min=eps).reciprocal()
     # Divided by the largest magnitude first, squares can neither overflow nor vanish.
     largest = torch.linalg.vector_norm(batch, float("inf"), dim=(-2, -1), keepdim=True)
-    batch = batch / torch.where(largest > 0, largest, 1.0).to(wide)
-    norm = norms(batch)
+    largest = torch.where(largest > 0, largest, 1.0).to(wide)
+    batch = batch / largest
+    norm = _norm_of_all(norms(batch), largest, team)
     return batch, torch.where(norm > 0, norm * margin, 1.0).reciprocal()
+
+
+def _norm_of_all(norm: Tensor, unit: Tensor | None, team: Team | None) -> Tensor:
+    """Norms [n, 1, 1] over all panels, as multiples of this rank's `unit` (one), like `norm`."""
+    if team is None:
+        return norm
+    unit = torch.ones_like(norm) if unit is None else unit
+    units, norms = team.everyones(torch.stack((unit, norm))).unbind(1)
+    largest = units.amax(dim=0)
+    total: Tensor = torch.linalg.vector_norm(norms * (units / largest), dim=0)
+    return total * (largest / unit)
 
 
 def _warn_below(eps: float, norms: Tensor, x: Tensor) -> None:
@@ -151,16 +202,24 @@ def _symmetric(x: Tensor, schedule: Schedule, turn: bool) -> Tensor:
     return x
 
 
-def _gram(x: Tensor, schedule: Schedule, turn: bool) -> Tensor:
+def _gram(
+    x: Tensor,
+    schedule: Schedule,
+    turn: bool,
+    total: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """With R = x x^T each step is x <- P x, P = a + b R + c R R, and then R <- P R P.
 
     P and R are polynomials of the same matrix, so they commute and all products are symmetric. The
     factors of a segment are collected in Q and reach x at its end, where R is computed anew: the
     error of R grows with every step, and what is small in x was lost in Q. turn: as `_symmetric`.
+    total: makes R of what this rank's part of x gives, if others have the rest.
     """
     parts = schedule.parts()
     for part, segment in enumerate(parts):
         r = symmetric_product(x, x)
+        if total is not None:
+            r = total(r)
         q: Tensor | None = None
         for number, (a, b, c) in enumerate(segment):
             p = symmetric_product(r, r, alpha=c, add=r, beta=b, diagonal=a)

@@ -1,12 +1,15 @@
 """What it costs to orthogonalize a matrix, in floating-point operations.
 
-Owns the FLOP formulas of the Newton-Schulz methods. A cost is of the *global* shape: the owner runs
-the whole matrix whatever the layout.
+Owns the FLOP formulas of the Newton-Schulz methods, and how measured times compare with them. A
+cost is of the *global* shape: the owner runs the whole matrix whatever the layout.
 """
 
 from __future__ import annotations
 
-__all__ = ["newton_schulz_flops"]
+__all__ = ["flops_in", "newton_schulz_flops", "panel_flops"]
+
+# An H200 on large matrices (docs/benchmarks.md). Only ratios of costs matter, so any rate does.
+FLOPS_PER_MS = 650_000_000_000
 
 
 def newton_schulz_flops(
@@ -22,9 +25,23 @@ def newton_schulz_flops(
     steps a symmetric and a full product with the matrix, and 4 L - 3 symmetric n x n ones.
     """
     n, m = min(rows, cols), max(rows, cols)
-    steps, starts = sum(segments), len(segments)
+    steps = sum(segments)
     if method == "standard":
         return steps * n * n * (4 * m + 2 * n)
     if method == "symmetric":
         return steps * n * n * (3 * m + n)
-    return n * n * (3 * m * starts + n * (4 * steps - 3 * starts))
+    return panel_flops(n, m, segments)
+
+
+def panel_flops(short: int, width: int, segments: tuple[int, ...]) -> int:
+    """FLOPs of the gram method on `width` of the longer side of a matrix.
+
+    The products of two square matrices are those of the whole: every rank of a team does them.
+    """
+    steps, starts = sum(segments), len(segments)
+    return short * short * (3 * width * starts + short * (4 * steps - 3 * starts))
+
+
+def flops_in(ms: float) -> int:
+    """What a time costs beside costs in FLOPs: those that a fast GPU does in it."""
+    return max(1, round(ms * FLOPS_PER_MS))

@@ -2,18 +2,19 @@
 
 Owns the view of a parameter as matrices. A `Cut` says where in the parameter a matrix lies and how
 it is turned; with the box of the parameter that a rank holds it gives the block of the matrix that
-this rank holds. So stacks and fused weights are further rectangles, not further code paths.
+this rank holds. So stacks and fused weights are further rectangles, not further code paths, and so
+are the panels into which a matrix is cut that several ranks orthogonalize together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
 
-from shardmuon.planning.layout import EMPTY, Block, Box
+from shardmuon.planning.layout import EMPTY, Block, Box, chunk
 
 __all__ = ["Cut", "cut_parameter"]
 
@@ -25,7 +26,7 @@ class Cut:
     shape: global shape of the parameter: [rows, cols], a stack [experts, rows, cols], or with
     `flatten` [rows, ...], whose later dims together are the columns. transposed: the stored rows
     are the matrix's columns. expert: index in a stack. part: the matrix's rows among all rows;
-    None for all.
+    None for all. columns: likewise.
     """
 
     shape: tuple[int, ...]
@@ -33,6 +34,7 @@ class Cut:
     part: tuple[int, int] | None = None
     transposed: bool = False
     flatten: bool = False
+    columns: tuple[int, int] | None = None
 
     @cached_property
     def unit(self) -> int:
@@ -54,18 +56,30 @@ class Cut:
         return self.part if self.part is not None else (0, self._all[0])
 
     @cached_property
+    def part_cols(self) -> tuple[int, int]:
+        """Columns of the matrix among all columns."""
+        return self.columns if self.columns is not None else (0, self._all[1])
+
+    @cached_property
     def rows(self) -> int:
         start, stop = self.part_rows
         return stop - start
 
     @cached_property
     def cols(self) -> int:
-        return self._all[1]
+        start, stop = self.part_cols
+        return stop - start
+
+    def panel(self, index: int, count: int) -> Cut:
+        """Piece `index` of `count` along the longer side. Not for `flatten`."""
+        if self.rows > self.cols:
+            return replace(self, part=chunk(*self.part_rows, count, index))
+        return replace(self, columns=chunk(*self.part_cols, count, index))
 
     @cached_property
     def box(self) -> Box:
         """Where the matrix lies in the parameter, one range per dim that is not flattened away."""
-        rows, cols = self.part_rows, (0, self._all[1])
+        rows, cols = self.part_rows, self.part_cols
         if self.flatten:
             return (rows, (0, self.shape[1]))
         plane = (cols, rows) if self.transposed else (rows, cols)
@@ -86,12 +100,16 @@ class Cut:
         held = self.held(box)
         if held is None:
             return EMPTY
-        rows, (col_start, col_stop) = held
-        first, last = self.part_rows
-        start, stop = max(rows[0], first), min(rows[1], last)
-        if stop <= start or col_stop <= col_start:
+        row_start, row_stop = _overlap(held[0], self.part_rows)
+        col_start, col_stop = _overlap(held[1], self.part_cols)
+        if row_stop <= row_start or col_stop <= col_start:
             return EMPTY
-        return Block(start - first, stop - first, col_start, col_stop)
+        return Block(row_start, row_stop, col_start, col_stop)
+
+
+def _overlap(held: tuple[int, int], part: tuple[int, int]) -> tuple[int, int]:
+    """What `held` has of `part`, counted from its start."""
+    return max(held[0], part[0]) - part[0], min(held[1], part[1]) - part[0]
 
 
 def cut_parameter(

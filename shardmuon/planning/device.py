@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardmuon.planning.cost import newton_schulz_flops
+from shardmuon.planning.cost import newton_schulz_flops, panel_flops
 
 __all__ = ["DEVICES", "Device", "Link", "Rate"]
 
@@ -70,6 +70,26 @@ class Device:
             return count * rate.ms(flops, side)
         return rate.ms(count * flops, side)
 
+    def panel_ms(
+        self,
+        count: int,
+        rows: int,
+        cols: int,
+        segments: tuple[int, ...],
+        team: int,
+        wire_bytes: int,
+    ) -> float:
+        """Milliseconds for a team's batch of `count` matrices; rows is their shorter side.
+
+        At the start of each segment a square matrix is summed over the team: its parts are sent
+        to be summed, and the sums are sent to all. The norm takes one small exchange.
+        """
+        rate = self.rates.get("gram") or self.rates["standard"]
+        flops = count * panel_flops(rows, -(-cols // team), segments)
+        link = self.link(team)
+        sums = 2 * len(segments) * link.time_ms(count * rows**2 * wire_bytes * (1 - 1 / team))
+        return rate.ms(flops, rows) + sums + link.ms
+
     def best_method(self, count: int, rows: int, cols: int, segments: tuple[int, ...]) -> str:
         """The quickest method for such a batch."""
         return min(
@@ -98,5 +118,22 @@ DEVICES: dict[str, Device] = {
         near_ranks=8,
         host_ms=1.5,
         host_ms_per_matrix=0.045,
+    ),
+    # One core of a server's CPU, float32, by `tools/machine.py`; link: processes of one host that
+    # talk over gloo.
+    "cpu": Device(
+        name="cpu",
+        rates={
+            "standard": Rate(tflops=0.069, half=0.0, batch_ms=0.17),
+            "symmetric": Rate(tflops=0.048, half=0.0, batch_ms=0.29),
+            "gram": Rate(tflops=0.044, half=0.0, batch_ms=0.30),
+        },
+        memory_gbs=26.0,
+        near=Link(gbs=1.0, ms=0.2),
+        far=Link(gbs=1.0, ms=0.2),
+        near_ranks=64,
+        host_ms=2.0,
+        host_ms_per_matrix=0.1,
+        is_host=True,
     ),
 }

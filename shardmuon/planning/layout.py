@@ -75,6 +75,10 @@ class Mesh:
         if len(set(self.ranks)) != len(self.ranks):
             raise ValueError(f"mesh names a rank twice: {self.ranks}")
 
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
     @cached_property
     def coordinates(self) -> dict[int, Coordinate]:
         """Coordinate of each global rank."""

@@ -1,25 +1,40 @@
 """The record of one matrix: where it lies, how it travels, what it costs.
 
-Owns `Matrix`, the unit of planning, what matrices must share to travel together, and the order of
-their names.
+Owns `Matrix`, the unit of planning, its panels, what matrices must share to travel together, and
+the order of their names.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardmuon.planning.cut import Cut
 from shardmuon.planning.layout import Block, Coordinate, Layout
 
-__all__ = ["AUTO", "Matrix", "lane", "natural_order"]
+__all__ = ["AUTO", "Matrix", "Panel", "lane", "natural_order", "panels_of"]
 
 AUTO = "auto"
 """Method of a matrix for which none has been chosen yet."""
 
 ROW_STAT_BYTES = 4  # one float32 per row
+
+
+class Panel(NamedTuple):
+    """That a record is piece `number` of `size` of matrix `of` [rows, cols], along its longer side.
+
+    The owners of the pieces are a team: neighbours along mesh axis `axis`, which orthogonalize the
+    matrix together.
+    """
+
+    of: str
+    number: int
+    size: int
+    axis: int
+    rows: int
+    cols: int
 
 
 @dataclass(frozen=True)
@@ -29,9 +44,12 @@ class Matrix:
     id: FQN (or `group.position` for unnamed parameters), and the suffix of its cut. cut: where it
     lies in the parameter. layout: how the mesh holds the parameter. wire_dtype: name of the dtype
     in which its blocks and updates travel; wire_bytes: per element.
-    cost: FLOPs of its Newton-Schulz. settings: what else must agree between ranks (canonical text).
+    cost: FLOPs of its Newton-Schulz, or `cost.flops_in` the time measured for it. settings: what
+    else must agree between ranks (canonical text).
     row_stats: the rule sends one float32 per row of the update along with it. method, segments:
     how Newton-Schulz runs, see `planning.cost`; `AUTO` costs as much as "standard".
+    may_share: its rule and method allow panels. panel: the record is one, and travels as a matrix
+    does.
     """
 
     id: str
@@ -44,6 +62,18 @@ class Matrix:
     row_stats: bool = False
     method: str = "standard"
     segments: tuple[int, ...] = ()
+    may_share: bool = False
+    panel: Panel | None = None
+
+    @property
+    def whole_id(self) -> str:
+        """Id of the matrix that the rule updates: its own, unless it is a panel."""
+        return self.panel.of if self.panel else self.id
+
+    @property
+    def whole_shape(self) -> tuple[int, int]:
+        """(rows, cols) of that matrix."""
+        return (self.panel.rows, self.panel.cols) if self.panel else (self.rows, self.cols)
 
     @property
     def rows(self) -> int:
@@ -75,8 +105,26 @@ class Matrix:
 
 def lane(matrix: Matrix) -> tuple[object, ...]:
     """What matrices must share to travel in one message."""
-    layout = matrix.layout
-    return layout.mesh, layout.sharded_axes, layout.replicated_axes, matrix.wire_dtype
+    layout, team = matrix.layout, None
+    if matrix.panel is not None:  # a team works on matrices of one kind at the same time
+        _, _, size, axis, rows, cols = matrix.panel
+        team = size, axis, rows, cols, matrix.settings, matrix.segments
+    return layout.mesh, layout.sharded_axes, layout.replicated_axes, matrix.wire_dtype, team
+
+
+def panels_of(matrix: Matrix, count: int, axis: int, cost: int) -> tuple[Matrix, ...]:
+    """`matrix` as `count` panels for a team along `axis`. cost: of one panel."""
+    return tuple(
+        replace(
+            matrix,
+            id=f"{matrix.id}|{index}",
+            cut=matrix.cut.panel(index, count),
+            cost=cost,
+            method="gram",
+            panel=Panel(matrix.id, index, count, axis, matrix.rows, matrix.cols),
+        )
+        for index in range(count)
+    )
 
 
 def natural_order(name: str) -> tuple[list[Any], str]:

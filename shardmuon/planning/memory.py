@@ -130,12 +130,15 @@ def _newton_schulz(owned: Sequence[Matrix]) -> int:
     n x n ones, or three under "gram". That method holds five between two products with the matrix,
     and no result by then, but the matrix twice.
     """
-    kinds = Counter((m.rows, m.cols, m.settings, m.method) for m in owned)
+    kinds = Counter((m.rows, m.cols, m.settings, m.method, m.panel and m.panel[2:]) for m in owned)
     most = 0
-    for (rows, cols, _, method), count in kinds.items():
+    for (rows, cols, _, method, panel), count in kinds.items():
         n, m = min(rows, cols), max(rows, cols)
         each = 2 * n * m + 2 * n * n
         if method == "gram":
             each = max(2 * n * m + 3 * n * n, n * m + 5 * n * n)
+        if panel is not None:  # a product of two square matrices is summed over a team
+            n = min(panel[-2:])
+            each = 2 * rows * cols + 8 * n * n
         most = max(most, count * each)
     return most

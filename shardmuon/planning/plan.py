@@ -11,10 +11,11 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 from shardmuon.planning.layout import Mesh
-from shardmuon.planning.matrix import Matrix, lane
+from shardmuon.planning.matrix import Matrix, Panel, lane
 from shardmuon.planning.memory import held_bytes, most_bytes
 from shardmuon.planning.report import plan_report, plan_warnings
 from shardmuon.planning.routes import Route, make_route
@@ -26,11 +27,13 @@ __all__ = ["Bucket", "Plan", "Traffic"]
 class Bucket:
     """Matrices exchanged together: one mesh, one set of sharded axes, one wire dtype.
 
-    owners: global rank that orthogonalizes each matrix, in the order of `matrices`.
+    owners: global rank that orthogonalizes each matrix, in the order of `matrices`. repeated: it is
+    that of one replica; in each other one its peer does the same, and no updates are gathered.
     """
 
     matrices: tuple[Matrix, ...]
     owners: tuple[int, ...]
+    repeated: bool = False
 
     def __post_init__(self) -> None:
         if not self.matrices or len(self.matrices) != len(self.owners):
@@ -41,6 +44,37 @@ class Bucket:
                 raise ValueError(f"{matrix.id}: owner {owner} is not in its mesh")
             if lane(matrix) != lane(first):
                 raise ValueError(f"{matrix.id} cannot share a bucket with {first.id}")
+        self._check_teams()
+
+    def _check_teams(self) -> None:
+        """Panels lie in order on neighbours along their axis, and none is missing."""
+        teams: dict[str, list[tuple[Panel, int]]] = {}
+        for matrix, owner in zip(self.matrices, self.owners, strict=True):
+            if matrix.panel is not None:
+                teams.setdefault(matrix.whole_id, []).append((matrix.panel, owner))
+        for name, members in teams.items():
+            axis, size = members[0][0].axis, members[0][0].size
+            at = [self.mesh.coordinates[owner] for _, owner in members]
+            expected = [
+                (*at[0][:axis], at[0][axis] + index, *at[0][axis + 1 :]) for index in range(size)
+            ]
+            numbers = [panel.number for panel, _ in members]
+            if at != expected or numbers != [*range(size)] or at[0][axis] % size:
+                raise ValueError(f"the panels of {name} are not those of a team: {members}")
+
+    @property
+    def team(self) -> Panel | None:
+        """A panel of this bucket, if it is one of panels."""
+        return self.matrices[0].panel
+
+    def workers(self, owner: int) -> tuple[int, ...]:
+        """The ranks that do what `owner` does: itself, and its peers in other replicas."""
+        if not self.repeated:
+            return (owner,)
+        mesh, axes = self.mesh, self.replicated_axes
+        at = mesh.coordinates[owner]
+        choices = [range(n) if a in axes else (at[a],) for a, n in enumerate(mesh.shape)]
+        return tuple(mesh.rank_at(coordinate) for coordinate in product(*choices))
 
     @property
     def mesh(self) -> Mesh:
@@ -65,8 +99,15 @@ class Bucket:
 
     def route(self, rank: int, exchange: str) -> Route:
         """What `rank` sends and receives for this bucket; `exchange` as in `Runtime`."""
+        here = self.mesh.coordinates[rank]
         owners = [self.mesh.coordinates[owner] for owner in self.owners]
-        return make_route(self.matrices, owners, self.mesh.coordinates[rank], exchange)
+        if self.repeated:  # those of the rank's own replica
+            axes = self.replicated_axes
+            owners = [
+                tuple(here[axis] if axis in axes else c for axis, c in enumerate(owner))
+                for owner in owners
+            ]
+        return make_route(self.matrices, owners, here, exchange, alone=self.repeated)
 
 
 class Traffic(NamedTuple):
@@ -121,10 +162,12 @@ class Plan:
         return tuple(sorted({rank for mesh in self.meshes for rank in mesh.ranks}))
 
     def loads(self) -> dict[int, int]:
-        """Newton-Schulz FLOPs per step of each rank."""
+        """Cost of each rank's Newton-Schulz in a step, in FLOPs; see `Matrix.cost`."""
         loads = dict.fromkeys(self.ranks, 0)
-        for matrix, owner in self:
-            loads[owner] += matrix.cost
+        for bucket in self.buckets:
+            for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
+                for rank in bucket.workers(owner):
+                    loads[rank] += matrix.cost
         return loads
 
     @property
@@ -134,8 +177,11 @@ class Plan:
 
     @property
     def lower_bound(self) -> float:
-        """No plan of whole matrices can have a smaller makespan: max(mean load, largest matrix)."""
-        total = sum(matrix.cost for matrix, _ in self)
+        """No plan of these matrices and panels can have a smaller makespan.
+
+        It is max(mean load, largest of them).
+        """
+        total = sum(self.loads().values())
         largest = max((matrix.cost for matrix, _ in self), default=0)
         return max(total / max(1, len(self.ranks)), largest)
 
@@ -197,7 +243,7 @@ class Plan:
         """Plain lists that say everything ranks must agree on for `meshes`, bucket by bucket."""
         return [
             [
-                [bucket.mesh.ranks, bucket.mesh.shape],
+                [bucket.mesh.ranks, bucket.mesh.shape, bucket.repeated],
                 [
                     [
                         matrix.id,
@@ -205,6 +251,7 @@ class Plan:
                         matrix.wire_dtype,
                         matrix.settings,
                         matrix.method,
+                        matrix.panel,
                         matrix.layout.splits,
                         owner,
                     ]

@@ -1,32 +1,52 @@
-"""Makes plans: gives every matrix one owner and groups matrices into buckets.
+"""Makes plans: who owns which matrix, and which matrices travel together.
 
-Owns the two decisions of planning. Owners: longest processing time first over all matrices at
-once, mesh by mesh, loads carried along, and then a local search (`balance.py`); a matrix stays
-where it is whole if that costs no time.
-Buckets: each owner's matrices cut into portions of `bucket_bytes`; bucket k holds the k-th portion
-of every owner. Both are deterministic and do not depend on the order in which matrices are given.
-Matrices are taken by cost, so that equal ones share a batch, or in the order of backward.
+Owns the order of meshes, the cutting into buckets, and the choice between ways of finding owners
+(`owners.py`), which is that of the shortest simulated step. Buckets: each owner's matrices cut into
+portions of `bucket_bytes`; bucket k holds the k-th portion of every owner. All is deterministic and
+does not depend on the order in which matrices are given. Matrices are taken by cost, so that equal
+ones share a batch, or in the order of backward.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from shardmuon.planning.balance import balance
+from shardmuon.planning.device import DEVICES, Device
 from shardmuon.planning.layout import Mesh
 from shardmuon.planning.matrix import Matrix, lane, natural_order
+from shardmuon.planning.owners import Assigned, Way, assign, cost_order, mean_load, team_axis
 from shardmuon.planning.plan import Bucket, Plan
+from shardmuon.planning.simulation import simulate
 
-__all__ = ["LARGEST_BUCKET", "bucket_size", "make_plan"]
+__all__ = ["LARGEST_BUCKET", "Freedom", "bucket_size", "make_plan"]
 
 # Smaller buckets cost the host more than they hide, larger ones gain nothing more.
 SMALLEST_BUCKET, LARGEST_BUCKET = 128 * 2**20, 256 * 2**20
 # An owner's matrices in as many buckets, so that the first and the last, which nothing hides, are
 # a small part.
 PORTIONS = 4
+# Larger teams only add to what each of their ranks repeats.
+LARGEST_TEAM = 16
+# Predictions are right within a tenth; what is quicker by less is not worth leaving the simpler way.
+GAIN = 1.1
+
+
+@dataclass(frozen=True)
+class Freedom:
+    """What a plan may do beyond one owner for each matrix.
+
+    device: whose times decide. share_large: a team may orthogonalize what one rank would be too
+    slow for. replicas: "once": each matrix once over all replicas, which send each other the
+    updates; "repeat": once in every replica; "auto": as the times say, where replicas lie on
+    several hosts.
+    """
+
+    device: Device = DEVICES["h200"]
+    share_large: bool = False
+    replicas: str = "once"
 
 
 def make_plan(
@@ -36,6 +56,7 @@ def make_plan(
     bucket_bytes: int | None = None,
     overlap: str = "none",
     settings: str = "",
+    freedom: Freedom = Freedom(),
 ) -> Plan:
     """Plan all `matrices`; see `Plan` for `exchange`, `overlap` and `settings`.
 
@@ -52,13 +73,15 @@ def make_plan(
     for mesh in sorted(by_mesh, key=lambda m: (-len(m.ranks), m.ranks, m.shape)):
         around = [load for other, load in added.items() if set(mesh.ranks) <= set(other.ranks)]
         loads = {rank: sum(load[rank] for load in around) for rank in mesh.ranks}
-        owners, after = assign_owners(by_mesh[mesh], mesh.ranks, loads)
+        here = by_mesh[mesh]
+        size = bucket_bytes or bucket_size(here)
+        drafts = []
+        for way in _ways(here, mesh, loads, freedom):
+            assigned, after = assign(here, mesh, loads, way, freedom.device)
+            drafts.append((make_buckets(assigned, size, overlap), after))
+        chosen, after = _quickest(drafts, freedom.device)
         added[mesh] = {rank: after[rank] - loads[rank] for rank in mesh.ranks}
-        ordered = sorted(by_mesh[mesh], key=_cost_order)
-        if overlap == "backward":
-            ordered.sort(key=_by_name, reverse=True)
-        size = bucket_bytes or bucket_size(ordered)
-        buckets += make_buckets(ordered, owners, size)
+        buckets += chosen
     if overlap == "backward":  # a bucket is complete with the last of its matrices
         buckets.sort(key=lambda bucket: min(map(_by_name, bucket.matrices)), reverse=True)
     return Plan(tuple(buckets), exchange, settings, overlap)
@@ -73,112 +96,85 @@ def bucket_size(matrices: Sequence[Matrix]) -> int:
     return min(LARGEST_BUCKET, max(SMALLEST_BUCKET, owned // PORTIONS))
 
 
-def assign_owners(
-    matrices: Sequence[Matrix], ranks: Sequence[int], loads: dict[int, int]
-) -> tuple[dict[str, int], dict[int, int]]:
-    """(owner of each matrix, loads with them); `loads` (FLOPs per rank) holds what was before.
-
-    Two plans: one in which matrices that a rank holds whole stay there (whole experts need no
-    exchange), one in which all are free. Staying wins unless it lengthens the step.
-    """
-    free = _assign(matrices, ranks, loads, stay=False)
-    if not any(_stays(matrix, ranks) for matrix in matrices):
-        return free
-    plans = _assign(matrices, ranks, loads, stay=True), free
-    return min(plans, key=lambda plan: max(plan[1].values()))
+# -- ways ---------------------------------------------------------------------------------------
 
 
-def _assign(
-    matrices: Sequence[Matrix], ranks: Sequence[int], loads: dict[int, int], stay: bool
-) -> tuple[dict[str, int], dict[int, int]]:
-    """Longest first, then the search among the matrices that need not stay."""
-    owners, filled = _longest_first(matrices, ranks, loads, stay)
-    costs = {m.id: m.cost for m in matrices}
-    free = {m.id: m.cost for m in matrices if not (stay and _stays(m, ranks))}
-    owners |= balance({name: owners[name] for name in free}, free, filled)
-    filled = {rank: loads[rank] for rank in ranks}
-    for name, rank in owners.items():
-        filled[rank] += costs[name]
-    return owners, filled
+def _ways(
+    matrices: Sequence[Matrix], mesh: Mesh, loads: Mapping[int, int], freedom: Freedom
+) -> list[Way]:
+    """What to try, the simplest first."""
+    sizes = [1]
+    largest = max((m.cost for m in matrices if m.may_share), default=0)
+    if freedom.share_large and largest > mean_load(matrices, loads):
+        most = min(LARGEST_TEAM, mesh.shape[team_axis(mesh)])
+        sizes += [2**power for power in range(1, most.bit_length())]
+    repeats = [freedom.replicas == "repeat"]
+    if freedom.replicas == "auto" and len(mesh.ranks) > freedom.device.near_ranks:
+        repeats += [True] if any(m.layout.replicated_axes for m in matrices) else []
+    return [Way(size, repeat) for repeat in repeats for size in sizes]
 
 
-def _stays(matrix: Matrix, ranks: Sequence[int]) -> bool:
-    """Some ranks hold the whole matrix, and not all do."""
-    return 0 < len(matrix.holders) < len(ranks)
+Draft = tuple[list[Bucket], dict[int, int]]
+"""Buckets of one mesh, and loads with them."""
 
 
-def _longest_first(
-    matrices: Sequence[Matrix], ranks: Sequence[int], loads: dict[int, int], stay: bool
-) -> tuple[dict[str, int], dict[int, int]]:
-    """(owners, loads). `loads` is not changed.
-
-    Ties between ranks go to the one with fewer matrices, then to the lower rank; between matrices
-    of one cost to the lower id, so that the result depends on names and not on order.
-    """
-    owners: dict[str, int] = {}
-    filled = {rank: loads[rank] for rank in ranks}
-    counts = dict.fromkeys(ranks, 0)
-
-    def give(matrix: Matrix, rank: int) -> None:
-        owners[matrix.id] = rank
-        filled[rank] += matrix.cost
-        counts[rank] += 1
-
-    free = []
-    for matrix in sorted(matrices, key=_cost_order):
-        if stay and _stays(matrix, ranks):
-            give(matrix, min(matrix.holders, key=lambda rank: (filled[rank], counts[rank], rank)))
-        else:
-            free.append(matrix)
-    heap = [(filled[rank], counts[rank], rank) for rank in ranks]
-    heapq.heapify(heap)
-    for matrix in free:
-        give(matrix, rank := heap[0][2])
-        heapq.heapreplace(heap, (filled[rank], counts[rank], rank))
-    return owners, filled
+def _quickest(drafts: Sequence[Draft], device: Device) -> Draft:
+    """The first draft, unless another's step is clearly shorter."""
+    if len(drafts) == 1:
+        return drafts[0]
+    times = [simulate(Plan(tuple(buckets)), device).step_ms for buckets, _ in drafts]
+    best = min(range(len(drafts)), key=lambda index: times[index])
+    return drafts[best] if times[best] * GAIN < times[0] else drafts[0]
 
 
-def make_buckets(
-    matrices: Sequence[Matrix], owners: dict[str, int], bucket_bytes: int
-) -> list[Bucket]:
+# -- buckets ------------------------------------------------------------------------------------
+
+
+def make_buckets(assigned: Iterable[Assigned], bucket_bytes: int, overlap: str) -> list[Bucket]:
     """Cut each owner's matrices into portions of at most `bucket_bytes` and align the portions.
 
-    Matrices keep their order.
-
-    Matrices that cannot travel in one message (other axes or wire dtype) never share a bucket.
-    A matrix larger than `bucket_bytes` is a portion of its own.
+    Matrices that cannot travel in one message (other axes or wire dtype) never share a bucket. A
+    matrix larger than `bucket_bytes` is a portion of its own. Panels of a matrix stay together:
+    the first, which is the largest, stands for all.
     """
-    lanes: dict[tuple[object, ...], dict[int, list[Matrix]]] = defaultdict(dict)
-    for matrix in matrices:
-        lanes[lane(matrix)].setdefault(owners[matrix.id], []).append(matrix)
+    ordered = sorted(assigned, key=lambda each: cost_order(each.pieces[0]))
+    if overlap == "backward":
+        ordered.sort(key=lambda each: _by_name(each.pieces[0]), reverse=True)
+    lanes: dict[tuple[object, ...], dict[int, list[Assigned]]] = defaultdict(dict)
+    for each in ordered:
+        key = (*lane(each.pieces[0]), each.repeated)
+        lanes[key].setdefault(each.owners[0], []).append(each)
     buckets: list[Bucket] = []
     for _, queues in sorted(lanes.items(), key=lambda item: str(item[0])):
-        portions = {owner: _portions(queue, bucket_bytes) for owner, queue in queues.items()}
+        portions = {owner: [*_portions(queue, bucket_bytes)] for owner, queue in queues.items()}
         for number in range(max(map(len, portions.values()))):
-            members = [
-                (matrix, owner)
+            here = [
+                each
                 for owner in sorted(portions)
                 if number < len(portions[owner])
-                for matrix in portions[owner][number]
+                for each in portions[owner][number]
             ]
-            buckets.append(Bucket(*map(tuple, zip(*members, strict=True))))
+            buckets.append(_bucket(here))
     return buckets
 
 
-def _portions(queue: Sequence[Matrix], bucket_bytes: int) -> list[list[Matrix]]:
-    portions: list[list[Matrix]] = []
-    room = -1
-    for matrix in queue:
-        if matrix.total_bytes > room:
-            portions.append([])
-            room = bucket_bytes
-        portions[-1].append(matrix)
-        room -= matrix.total_bytes
-    return portions
+def _bucket(assigned: Sequence[Assigned]) -> Bucket:
+    matrices = tuple(piece for each in assigned for piece in each.pieces)
+    owners = tuple(owner for each in assigned for owner in each.owners)
+    return Bucket(matrices, owners, assigned[0].repeated)
 
 
-def _cost_order(matrix: Matrix) -> tuple[int, str]:
-    return -matrix.cost, matrix.id
+def _portions(queue: Sequence[Assigned], bucket_bytes: int) -> Iterator[list[Assigned]]:
+    portion: list[Assigned] = []
+    room = bucket_bytes
+    for each in queue:
+        size = each.pieces[0].total_bytes
+        if portion and size > room:
+            yield portion
+            portion, room = [], bucket_bytes
+        portion.append(each)
+        room -= size
+    yield portion
 
 
 def _by_name(matrix: Matrix) -> tuple[list[Any], str]:

@@ -207,9 +207,16 @@ def scatter_size(parcels: Sequence[Parcel]) -> int:
 
 
 def make_route(
-    matrices: Sequence[Matrix], owners: Sequence[Coordinate], coordinate: Coordinate, exchange: str
+    matrices: Sequence[Matrix],
+    owners: Sequence[Coordinate],
+    coordinate: Coordinate,
+    exchange: str,
+    alone: bool = False,
 ) -> Route:
-    """Route of the rank at `coordinate`; `owners` are coordinates too, one per matrix."""
+    """Route of the rank at `coordinate`; `owners` are coordinates too, one per matrix.
+
+    alone: its replica needs nothing of others; all owners lie in it.
+    """
     maker = _RouteMaker(matrices, owners, coordinate)
     layout = matrices[0].layout
     sharded, replicated = layout.sharded_axes, layout.replicated_axes
@@ -222,7 +229,7 @@ def make_route(
             for index, owner in enumerate(owners)
             if owner == coordinate
         ),
-        shares=tuple(maker.share(depth) for depth in range(len(replicated))),
+        shares=() if alone else tuple(maker.share(depth) for depth in range(len(replicated))),
     )
 
 

@@ -158,19 +158,23 @@ def _work(bucket: Bucket, device: Device) -> _Work:
     ranks, size = mesh.ranks, first.wire_bytes
     shards = prod(mesh.shape[axis] for axis in bucket.sharded_axes)
     replicas = prod(mesh.shape[axis] for axis in bucket.replicated_axes)
+    replicas = 1 if bucket.repeated else replicas  # they have nothing to do with each other
     elements = sum(m.rows * m.cols for m in bucket.matrices)
     owned: dict[int, list[Matrix]] = defaultdict(list)
     for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
-        owned[owner].append(matrix)
+        for rank in bucket.workers(owner):
+            owned[rank].append(matrix)
     received = {r: sum(m.rows * m.cols for m in owned[r]) for r in ranks}
     most = max(received.values())
     away = 1 - 1 / shards
-    link, memory = device.link(len(ranks)), device.memory_gbs * 1e6
+    memory = device.memory_gbs * 1e6
     held = elements / shards
+    inner = mesh.shape[min(bucket.sharded_axes, default=mesh.ndim) :]
+    link, across = device.link(prod(inner)), device.link(len(ranks))
     # Blocks go to owners in the own replica only, and what they send is what owners receive.
     travelling = held / replicas
     gather = {r: link.time_ms(max(travelling, received[r]) * away * size) for r in ranks}
-    share = link.time_ms(most / shards * (replicas - 1) * size) if replicas > 1 else 0.0
+    share = across.time_ms(most / shards * (replicas - 1) * size) if replicas > 1 else 0.0
     return _Work(
         ranks,
         held * (PREPARE_BYTES + size / replicas) / memory,
@@ -182,8 +186,14 @@ def _work(bucket: Bucket, device: Device) -> _Work:
 
 
 def _newton_schulz_ms(matrices: Sequence[Matrix], device: Device) -> float:
-    kinds = Counter((m.rows, m.cols, m.segments, m.method) for m in matrices)
-    return sum(
-        device.newton_schulz_ms(count, rows, cols, segments, method)
-        for (rows, cols, segments, method), count in kinds.items()
-    )
+    total = 0.0
+    team = matrices[0].panel.size if matrices and matrices[0].panel else 0
+    kinds = Counter((*m.whole_shape, m.segments, m.method) for m in matrices)
+    for (rows, cols, segments, method), count in kinds.items():
+        short, long = min(rows, cols), max(rows, cols)
+        if team:
+            size = matrices[0].wire_bytes
+            total += device.panel_ms(count, short, long, segments, team, size)
+        else:
+            total += device.newton_schulz_ms(count, rows, cols, segments, method)
+    return total

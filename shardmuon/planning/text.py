@@ -10,12 +10,12 @@ from typing import Any
 
 from shardmuon.planning.cut import Cut
 from shardmuon.planning.layout import Layout, Mesh, Split
-from shardmuon.planning.matrix import Matrix
+from shardmuon.planning.matrix import Matrix, Panel
 from shardmuon.planning.plan import Bucket, Plan
 
 __all__ = ["dumps", "loads"]
 
-FORM = 1
+FORM = 2
 
 
 def dumps(plan: Plan) -> str:
@@ -33,8 +33,11 @@ def dumps(plan: Plan) -> str:
             "layouts": [[meshes.index(layout.mesh), layout.splits] for layout in layouts],
             "buckets": [
                 [
-                    [_matrix(matrix, places[matrix.layout]), owner]
-                    for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True)
+                    bucket.repeated,
+                    [
+                        [_matrix(matrix, places[matrix.layout]), owner]
+                        for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True)
+                    ],
                 ]
                 for bucket in plan.buckets
             ],
@@ -57,8 +60,9 @@ def loads(text: str) -> Plan:
             Bucket(
                 tuple(_read(matrix, layouts) for matrix, _ in members),
                 tuple(int(owner) for _, owner in members),
+                bool(repeated),
             )
-            for members in content["buckets"]
+            for repeated, members in content["buckets"]
         )
         return Plan(buckets, content["exchange"], content["settings"], content["overlap"])
     except (KeyError, TypeError, IndexError, ValueError) as error:
@@ -70,7 +74,8 @@ def _matrix(matrix: Matrix, layout: int) -> dict[str, Any]:
     return {
         **{key: value for key, value in vars(matrix).items() if key in _PLAIN},
         "layout": layout,
-        "cut": [cut.shape, cut.expert, cut.part, cut.transposed, cut.flatten],
+        "cut": [cut.shape, cut.expert, cut.part, cut.transposed, cut.flatten, cut.columns],
+        "panel": matrix.panel,
     }
 
 
@@ -83,12 +88,19 @@ _PLAIN = (
     "row_stats",
     "method",
     "segments",
+    "may_share",
 )
 
 
 def _read(content: dict[str, Any], layouts: list[Layout]) -> Matrix:
-    shape, expert, part, transposed, flatten = content.pop("cut")
-    cut = Cut(tuple(shape), expert, tuple(part) if part else None, transposed, flatten)
+    shape, expert, part, transposed, flatten, columns = content.pop("cut")
+    cut = Cut(tuple(shape), expert, _range(part), transposed, flatten, _range(columns))
     layout = layouts[content.pop("layout")]
     segments = tuple(content.pop("segments"))
-    return Matrix(cut=cut, layout=layout, segments=segments, **content)
+    panel = content.pop("panel")
+    panel = None if panel is None else Panel(*panel)
+    return Matrix(cut=cut, layout=layout, segments=segments, panel=panel, **content)
+
+
+def _range(ends: list[int] | None) -> tuple[int, int] | None:
+    return None if ends is None else (ends[0], ends[1])

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardmuon.orthogonalize.newton_schulz import Team
+
 __all__ = ["Commit", "Shard", "UpdateRule", "wide"]
 
 Group = Mapping[str, Any]
@@ -59,10 +61,12 @@ class UpdateRule(ABC):
     """One way to update a matrix through an orthogonalized whole.
 
     row_stats: `orthogonalize` also returns one float32 per row, which then reaches `apply`.
-    prepare_keys: keys of the group that `prepare` reads.
+    shares: a team can orthogonalize a matrix in panels, under the gram method. prepare_keys: keys
+    of the group that `prepare` reads.
     """
 
     row_stats = False
+    shares = False
     prepare_keys: tuple[str, ...] = ()
 
     @abstractmethod
@@ -82,6 +86,15 @@ class UpdateRule(ABC):
 
         Returns the update in that shape and, with `row_stats`, float32 [..., rows].
         """
+
+    def orthogonalize_panels(
+        self, panels: Tensor, group: Group, whole: tuple[int, int], team: Team
+    ) -> Tensor:
+        """This rank's panels [n, rows, cols] of the updates of matrices of shape `whole`.
+
+        All ranks of `team` call it with their panels of the same matrices; only with `shares`.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def apply(self, shard: Shard, update: Tensor, row_stats: Tensor | None, commit: Commit) -> None:

@@ -33,7 +33,7 @@ _HALVES = (torch.float32, torch.bfloat16, torch.float16)
 class Preparation(NamedTuple):
     """Advance `momentum` by `gradient` and write the update into `place`, if it travels at all.
 
-    All flat or of one shape, contiguous, on one GPU.
+    Gradient and momentum of one shape, with contiguous rows; the place is flat. All on one GPU.
     """
 
     gradient: Tensor
@@ -44,7 +44,7 @@ class Preparation(NamedTuple):
 
 
 class Application(NamedTuple):
-    """parameter <- parameter keep + update scale, in float32 and rounded once."""
+    """parameter <- parameter keep + update scale, in float32, rounded once. The update is flat."""
 
     parameter: Tensor
     update: Tensor
@@ -52,10 +52,13 @@ class Application(NamedTuple):
     scale: float
 
 
-def takes(*tensors: Tensor) -> bool:
-    """Whether a kernel can work on these together."""
+def takes(*tensors: Tensor, rows: bool = False) -> bool:
+    """Whether a kernel can work on these together; rows: only rows need be contiguous."""
     for tensor in tensors:  # a loop, because a step asks hundreds of times
-        if not (tensor.is_cuda and tensor.dtype in _HALVES and tensor.is_contiguous()):
+        if not (tensor.is_cuda and tensor.dtype in _HALVES):
+            return False
+        by_rows = rows and tensor.ndim == 2 and tensor.stride(1) == 1
+        if not (by_rows or tensor.is_contiguous()):
             return False
     return has_kernels(tensors[0].device)
 
@@ -73,16 +76,26 @@ def prepare_many(preparations: Sequence[Preparation], commit: Commit) -> None:
         kinds[kind].append(each)
     for (_, _, wire, _, _), same in kinds.items():
         first = same[0]
-        sizes = tuple(each.momentum.numel() for each in same)
+        shapes = tuple(_rows(each.momentum, each.gradient) for each in same)
         table = [
             [each.gradient.data_ptr() for each in same],
             [each.momentum.data_ptr() for each in same],
             [0 if each.place is None else each.place.data_ptr() for each in same],
+            [width for _, width in shapes],
+            [
+                _row_stride(each.gradient, rows)
+                for each, (rows, _) in zip(same, shapes, strict=True)
+            ],
+            [
+                _row_stride(each.momentum, rows)
+                for each, (rows, _) in zip(same, shapes, strict=True)
+            ],
+            [width if rows > 1 else 0 for rows, width in shapes],
         ]
         device = first.momentum.device
-        blocks = _blocks(sizes, BLOCK, device)
+        blocks = _blocks(shapes, BLOCK, device)
         prepare_kernel[(len(blocks),)](
-            _on(device, torch.tensor([*table, sizes])),
+            _on(device, torch.tensor(table)),
             blocks,
             _guard(commit, blocks),
             len(same),
@@ -94,7 +107,7 @@ def prepare_many(preparations: Sequence[Preparation], commit: Commit) -> None:
             GRADIENT=_triton_type(first.gradient.dtype),
             MOMENTUM=_triton_type(first.momentum.dtype),
             WIRE=_triton_type(wire),
-            ALIGNED=all(address % 16 == 0 for row in table for address in row),
+            ALIGNED=_is_aligned(table[:3], table[4:]),
             BLOCK=BLOCK,
         )
 
@@ -110,16 +123,22 @@ def apply_many(applications: Sequence[Application], commit: Commit) -> None:
         kinds[each.parameter.dtype, each.update.dtype].append(each)
     for same in kinds.values():
         first = same[0]
-        sizes = tuple(each.parameter.numel() for each in same)
+        shapes = tuple(_rows(each.parameter) for each in same)
         table = [
             [each.parameter.data_ptr() for each in same],
             [each.update.data_ptr() for each in same],
+            [width for _, width in shapes],
+            [
+                _row_stride(each.parameter, rows)
+                for each, (rows, _) in zip(same, shapes, strict=True)
+            ],
+            [width if rows > 1 else 0 for rows, width in shapes],
         ]
         factors = [[each.keep for each in same], [each.scale for each in same]]
         device = first.parameter.device
-        blocks = _blocks(sizes, BLOCK, device)
+        blocks = _blocks(shapes, BLOCK, device)
         apply_kernel[(len(blocks),)](
-            _on(device, torch.tensor([*table, sizes])),
+            _on(device, torch.tensor(table)),
             _on(device, torch.tensor(factors, dtype=torch.float32)),
             blocks,
             _guard(commit, blocks),
@@ -127,7 +146,7 @@ def apply_many(applications: Sequence[Application], commit: Commit) -> None:
             GUARDED=commit.accepted is not None,
             PARAMETER=_triton_type(first.parameter.dtype),
             UPDATE=_triton_type(first.update.dtype),
-            ALIGNED=all(address % 16 == 0 for row in table for address in row),
+            ALIGNED=_is_aligned(table[:2], table[3:]),
             BLOCK=BLOCK,
         )
 
@@ -166,7 +185,7 @@ def _scan(tensors: Sequence[Tensor], result: Tensor, kernel: str) -> None:
     for dtype, same in kinds.items():
         sizes = tuple(tensor.numel() for tensor in same)
         addresses = [tensor.data_ptr() for tensor in same]
-        blocks = _blocks(sizes, kernels.BLOCK, device)
+        blocks = _blocks(tuple((1, size) for size in sizes), kernels.BLOCK, device)
         getattr(kernels, kernel)[(len(blocks),)](
             _on(device, torch.tensor([addresses, sizes])),
             blocks,
@@ -188,11 +207,29 @@ def _guard(commit: Commit, other: Tensor) -> Tensor:
     return other if commit.accepted is None else commit.accepted
 
 
+def _rows(*tensors: Tensor) -> tuple[int, int]:
+    """(rows, width) as which a kernel sees tensors of one shape: one row if it can."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return 1, tensors[0].numel()
+    rows, width = tensors[0].shape
+    return rows, width
+
+
+def _row_stride(tensor: Tensor, rows: int) -> int:
+    return tensor.stride(0) if rows > 1 else 0
+
+
+def _is_aligned(addresses: list[list[int]], strides: list[list[int]]) -> bool:
+    """Whether all rows start at multiples of 16 bytes, in any of the dtypes."""
+    starts = all(address % 16 == 0 for row in addresses for address in row)
+    return starts and all(stride % 8 == 0 for row in strides for stride in row)
+
+
 @functools.lru_cache(maxsize=256)
-def _blocks(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
+def _blocks(shapes: tuple[tuple[int, int], ...], block: int, device: torch.device) -> Tensor:
     """int32 [blocks, 2]: the tensor that each block of a launch works on, and its number there."""
-    counts = torch.tensor([-(-size // block) for size in sizes])
-    tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    counts = torch.tensor([rows * -(-width // block) for rows, width in shapes])
+    tensors = torch.repeat_interleave(torch.arange(len(shapes)), counts)
     starts = torch.cumsum(counts, 0) - counts
     numbers = torch.arange(len(tensors)) - starts[tensors]
     return torch.stack([tensors, numbers], dim=1).to(torch.int32).to(device)

@@ -1,8 +1,9 @@
 """Triton kernels that update many tensors in one launch. Imported only where Triton and a GPU are.
 
 Owns the arithmetic, which is torch's to the bit: sums of a product are fused where torch's own
-kernels fuse them. Tensors come as addresses in a table, cut into blocks of `BLOCK` elements; block
-i of the launch works on tensor `places[2 i]`, from its block `places[2 i + 1]` on.
+kernels fuse them. Tensors come as addresses in a table, as rows of equal width, and a row is cut
+into blocks of `BLOCK` elements; block i of the launch works on block `places[2 i + 1]` of tensor
+`places[2 i]`. Contiguous tensors are one row.
 """
 
 # mypy: ignore-errors
@@ -44,6 +45,26 @@ def _block(table, places, row, number, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _row_block(table, places, row, number, BLOCK: tl.constexpr):
+    """(tensor, row of the tensor, columns, mask) of this program; widths are in row `row`."""
+    tensor = tl.load(places + 2 * tl.program_id(0))
+    width = tl.load(table + row * number + tensor)
+    block = tl.load(places + 2 * tl.program_id(0) + 1).to(tl.int64)
+    blocks = (width + BLOCK - 1) // BLOCK
+    columns = block % blocks * BLOCK + tl.arange(0, BLOCK)
+    return tensor, block // blocks, columns, columns < width
+
+
+@triton.jit
+def _row_start(table, row, number, tensor, ALIGNED: tl.constexpr):
+    """Elements between two rows of a tensor; these are in row `row` of the table."""
+    stride = tl.load(table + row * number + tensor)
+    if ALIGNED:
+        stride = tl.multiple_of(stride, 8)
+    return stride
+
+
+@triton.jit
 def prepare_kernel(  # noqa: PLR0913
     table,
     places,
@@ -60,27 +81,31 @@ def prepare_kernel(  # noqa: PLR0913
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rows of the table: gradient, momentum, place of the update on the wire (0: none), size.
+    """Rows of the table: gradient, momentum, place of the update on the wire (0: none); width;
+    elements from row to row of each of the three.
 
     weight: 1 - momentum, subtracted in double precision as torch is given it.
     """
-    tensor, offsets, mask = _block(table, places, 3, number, BLOCK)
+    tensor, row, columns, mask = _row_block(table, places, 3, number, BLOCK)
     gradients = _pointer(table, 0, number, tensor, GRADIENT, ALIGNED)
     momenta = _pointer(table, 1, number, tensor, MOMENTUM, ALIGNED)
     wire = _pointer(table, 2, number, tensor, WIRE, ALIGNED)
-    gradient = tl.load(gradients + offsets, mask).to(MOMENTUM).to(tl.float32)
-    old = tl.load(momenta + offsets, mask).to(tl.float32)
+    gradients += row * _row_start(table, 4, number, tensor, ALIGNED)
+    momenta += row * _row_start(table, 5, number, tensor, ALIGNED)
+    wire += row * _row_start(table, 6, number, tensor, ALIGNED)
+    gradient = tl.load(gradients + columns, mask).to(MOMENTUM).to(tl.float32)
+    old = tl.load(momenta + columns, mask).to(tl.float32)
     new = _lerp(old, gradient, weight).to(MOMENTUM)
     if WRITES:
         write = mask
         if GUARDED:
             write = mask & (tl.load(accepted) != 0)
-        tl.store(momenta + offsets, new, write)
+        tl.store(momenta + columns, new, write)
     update = new
     if NESTEROV:
         update = _lerp(gradient, new.to(tl.float32), momentum)
     travels = tl.load(table + 2 * number + tensor) != 0
-    tl.store(wire + offsets, update.to(WIRE), mask & travels)
+    tl.store(wire + columns, update.to(WIRE), mask & travels)
 
 
 @triton.jit
@@ -96,18 +121,23 @@ def apply_kernel(  # noqa: PLR0913
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rows of the table: parameter, update, size; of `factors`: on the parameter, on the update."""
-    tensor, offsets, mask = _block(table, places, 2, number, BLOCK)
+    """Rows of the table: parameter, update; width; elements from row to row of each of the two.
+
+    Rows of `factors`: on the parameter, on the update.
+    """
+    tensor, row, columns, mask = _row_block(table, places, 2, number, BLOCK)
     parameters = _pointer(table, 0, number, tensor, PARAMETER, ALIGNED)
     updates = _pointer(table, 1, number, tensor, UPDATE, ALIGNED)
+    parameters += row * _row_start(table, 3, number, tensor, ALIGNED)
+    updates += row * _row_start(table, 4, number, tensor, ALIGNED)
     keep = tl.load(factors + tensor)
     scale = tl.load(factors + number + tensor)
-    value = tl.load(parameters + offsets, mask).to(tl.float32) * keep
-    update = tl.load(updates + offsets, mask).to(tl.float32)
+    value = tl.load(parameters + columns, mask).to(tl.float32) * keep
+    update = tl.load(updates + columns, mask).to(tl.float32)
     write = mask
     if GUARDED:
         write = mask & (tl.load(accepted) != 0)
-    tl.store(parameters + offsets, tl.fma(scale, update, value).to(PARAMETER), write)
+    tl.store(parameters + columns, tl.fma(scale, update, value).to(PARAMETER), write)
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardmuon.orthogonalize import replay
 from shardmuon.orthogonalize.coefficients import schedule_of
+from shardmuon.orthogonalize.newton_schulz import Team, newton_schulz_of_panels
 from shardmuon.rules import elementwise
 from shardmuon.rules.base import Commit, Group, Shard, UpdateRule, wide
 
@@ -38,6 +39,7 @@ def update_scale(rows: int, cols: int, adjust_lr_fn: str | None) -> float:
 class MuonRule(UpdateRule):
     """State: `momentum_buffer`, the running average of gradients, in `momentum_dtype`."""
 
+    shares = True
     prepare_keys = ("momentum", "nesterov")
 
     def init_state(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
@@ -58,6 +60,13 @@ class MuonRule(UpdateRule):
         schedule = schedule_of(group["ns_coefficients"], group["ns_steps"])
         return replay.orthogonalize(whole, schedule, group["eps"], group["ns_method"]), None
 
+    def orthogonalize_panels(
+        self, panels: Tensor, group: Group, whole: tuple[int, int], team: Team
+    ) -> Tensor:
+        schedule = schedule_of(group["ns_coefficients"], group["ns_steps"])
+        tall = whole[0] > whole[1]
+        return newton_schulz_of_panels(panels, schedule, group["eps"], panels.dtype, tall, team)
+
     def warm_up(self, whole: Tensor, group: Group) -> None:
         schedule = schedule_of(group["ns_coefficients"], group["ns_steps"])
         replay.warm_up(whole, schedule, group["eps"], group["ns_method"])
@@ -73,7 +82,7 @@ class MuonRule(UpdateRule):
         together: list[elementwise.Preparation] = []
         for shard, place in zip(shards, places, strict=True):
             buffer, group = shard.state["momentum_buffer"], shard.group
-            if elementwise.takes(buffer, shard.gradient):
+            if elementwise.takes(buffer, shard.gradient, rows=True):
                 decay, nesterov = float(group["momentum"]), group["nesterov"]
                 together.append(
                     elementwise.Preparation(shard.gradient, buffer, place, decay, nesterov)
@@ -92,7 +101,7 @@ class MuonRule(UpdateRule):
         together: list[elementwise.Application] = []
         factors: dict[tuple[int, int, int], tuple[float, float]] = {}
         for shard, update, stats in zip(shards, updates, row_stats, strict=True):
-            if stats is None and elementwise.takes(shard.parameter):
+            if stats is None and elementwise.takes(shard.parameter, rows=True):
                 kind = id(shard.group), shard.rows, shard.cols
                 if kind not in factors:
                     factors[kind] = _factors(shard)

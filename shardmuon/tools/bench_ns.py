@@ -114,7 +114,7 @@ def _print_times(
             calls.append(torch.compile(partial(_orthogonalize, "standard"), dynamic=False))
         times = _take_turns(calls, inputs)
         work = n * newton_schulz_flops(r, k, segments) / 1e9
-        taken = fastest(dict(zip(METHODS, times, strict=False)))
+        taken = fastest(dict(zip(METHODS, times, strict=False))).method
         rate = work / times[METHODS.index(taken)]
         rows.append(
             (

@@ -68,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     step.add_argument("--packages", action="store_true", help="also those of other packages")
     step.add_argument("--steps", type=_count, default=12, help="measured iterations")
     step.add_argument("--json", type=_new_file, help="file for all numbers")
+    share = kinds.add_parser("share", help="one large matrix, by one owner and by a team")
+    share.add_argument("rows", type=_count)
+    share.add_argument("cols", type=_count)
     _add_plan(commands)
     trace = commands.add_parser("trace", help="profile shardmuon's steps, rank by rank")
     trace.add_argument("model", choices=WORKLOADS)
@@ -91,6 +94,15 @@ def _add_plan(commands: Any) -> None:
     )
     plan.add_argument("--method", default="auto", help="of Newton-Schulz; auto: the quickest")
     plan.add_argument("--bucket-mb", type=_positive, help="bucket_bytes in 2^20 bytes")
+    plan.add_argument(
+        "--share-large", action="store_true", help="teams of ranks may share a large matrix"
+    )
+    plan.add_argument(
+        "--replicas",
+        choices=("auto", "once", "repeat"),
+        default="auto",
+        help="where replicas orthogonalize what they all hold",
+    )
     plan.add_argument("--compare", action="store_true", help="also other ways to choose owners")
     plan.add_argument("--json", type=_new_file, help="file for all numbers")
     plan.add_argument("--plot", type=_new_file, help="picture of the step, .svg or .png")
@@ -134,10 +146,13 @@ def _positive(text: str) -> float:
 
 
 def _bench(options: argparse.Namespace) -> None:
-    from shardmuon.tools import bench_ns, bench_step
+    from shardmuon.tools import bench_ns, bench_share, bench_step
 
     if options.what == "ns":
         bench_ns.run(options.models, options.compiled)
+        return
+    if options.what == "share":
+        bench_share.run(options.rows, options.cols)
         return
     names = options.optimizers or OPTIMIZERS
     if options.packages:
@@ -156,6 +171,7 @@ def _trace(options: argparse.Namespace) -> None:
 def _plan(options: argparse.Namespace) -> None:
     from shardmuon.exchange import collectives
     from shardmuon.planning.device import DEVICES
+    from shardmuon.planning.planner import Freedom
     from shardmuon.tools import machine, plan_model
     from shardmuon.tools.sources import read_source
     from shardmuon.training import place
@@ -177,9 +193,9 @@ def _plan(options: argparse.Namespace) -> None:
             source,
             plan_model.Options(
                 shape=plan_model.Shape(replicas, shards),
-                device=device,
                 method=options.method,
                 bucket_bytes=bucket_bytes,
+                freedom=Freedom(device, options.share_large, options.replicas),
                 compare=options.compare,
                 json=options.json,
                 plot=options.plot,

@@ -20,7 +20,7 @@ from shardmuon.planning.device import Device
 from shardmuon.planning.layout import Layout, Mesh, Split
 from shardmuon.planning.matrix import Matrix
 from shardmuon.planning.plan import Plan
-from shardmuon.planning.planner import LARGEST_BUCKET, make_plan
+from shardmuon.planning.planner import LARGEST_BUCKET, Freedom, make_plan
 from shardmuon.planning.report import table
 from shardmuon.planning.simulation import Simulation, simulate
 from shardmuon.tools import picture
@@ -57,12 +57,16 @@ class Options:
     """What was asked for. method: "auto" takes the quickest on the device."""
 
     shape: Shape
-    device: Device
+    freedom: Freedom
     method: str = "auto"
     bucket_bytes: int | None = None
     compare: bool = False
     json: Path | None = None
     plot: Path | None = None
+
+    @property
+    def device(self) -> Device:
+        return self.freedom.device
 
 
 def run(source: Source, options: Options) -> None:
@@ -105,11 +109,12 @@ def planned(source: Source, options: Options, shape: Shape) -> tuple[Plan, Simul
                     cost,
                     method=method,
                     segments=SEGMENTS,
+                    may_share=not cut.flatten,
                 )
             )
     if not matrices:
         raise ConfigError(f"{source.title}: no parameter takes Muon")
-    plan = make_plan(matrices, bucket_bytes=options.bucket_bytes)
+    plan = make_plan(matrices, bucket_bytes=options.bucket_bytes, freedom=options.freedom)
     return plan, simulate(plan, options.device, _other_elements(source))
 
 

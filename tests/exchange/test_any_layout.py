@@ -106,8 +106,17 @@ def grids(draw: st.DrawFn, world: int) -> Grid:
             deterministic=True,
             exchange=draw(st.sampled_from(["auto", "auto", "all_gather"])),
             bucket_bytes=draw(st.sampled_from([1, 3000, 2**26])),
+            replicas=draw(st.sampled_from(["auto", "auto", "repeat"])),
         ),
     )
+
+
+def repeats(grid: Grid, weight: Weight) -> int:
+    """How often each matrix is orthogonalized, all ranks together."""
+    if grid.runtime.replicas != "repeat":
+        return 1
+    letters = "R" * len(grid.mesh) if weight.letters == PLAIN else weight.letters
+    return math.prod(size for size, letter in zip(grid.mesh, letters, strict=True) if letter == "R")
 
 
 @pytest.mark.timeout(max(120, EXAMPLES))
@@ -134,7 +143,7 @@ def test_any_layout_gives_the_bits_of_separate_matrices(pools: Worlds, world: in
         for grid, *found in zip(batch, *answers, strict=True):
             faults = {rank: answer.fault for rank, answer in enumerate(found) if answer.fault}
             assert not faults, f"{grid}\n" + "\n".join(f"rank {r}: {f}" for r, f in faults.items())
-            parts = sum(weight.parts() for weight in grid.weights)
+            parts = sum(weight.parts() * repeats(grid, weight) for weight in grid.weights)
             counts = [sum(step) for step in zip(*(a.orthogonalized for a in found), strict=True)]
             assert counts == [parts] * grid.steps, grid
             assert sum(a.bytes_sent for a in found) == sum(a.bytes_received for a in found), grid

@@ -19,15 +19,22 @@ SHAPES = ((1, 1), (3, 5), (64, 48), (7, 300), (33, 65), (128, 4096))
 HALVES = (torch.float32, torch.bfloat16)
 
 
-def tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int, shifted: bool) -> Tensor:
-    """Random; `shifted`: at an address that is no multiple of 16 bytes."""
+def tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int, place: str = "alone") -> Tensor:
+    """Random. place: "shifted": at an address that is no multiple of 16 bytes; "columns": some of
+    a wider tensor, whose rows start at multiples of 16 bytes; "odd columns": which do not.
+    """
+    if "columns" in place:
+        odd = place.startswith("odd")
+        rows, width = shape
+        wider = tensor((rows, -(-width // 8) * 8 + (17 if odd else 16)), dtype, seed)
+        return wider[:, 8 + odd :][:, :width]
     generator = torch.Generator("cuda").manual_seed(seed)
     flat = torch.randn(1 + shape[0] * shape[1], generator=generator, device="cuda").to(dtype)
-    part = flat[1:] if shifted else flat[1:].clone()
+    part = flat[1:] if place == "shifted" else flat[1:].clone()
     return part.view(shape)
 
 
-def shards(parameter: torch.dtype, buffer: torch.dtype, shifted: bool, **group: Any) -> list[Shard]:
+def shards(parameter: torch.dtype, buffer: torch.dtype, place: str, **group: Any) -> list[Shard]:
     settings = {
         "lr": 0.02,
         "weight_decay": 0.1,
@@ -38,9 +45,9 @@ def shards(parameter: torch.dtype, buffer: torch.dtype, shifted: bool, **group: 
     }
     return [
         Shard(
-            tensor(shape, parameter, 3 * i, shifted),
-            tensor(shape, parameter, 3 * i + 1, shifted),
-            {"momentum_buffer": tensor(shape, buffer, 3 * i + 2, shifted)},
+            tensor(shape, parameter, 3 * i, place),
+            tensor(shape, parameter, 3 * i + 1, place),
+            {"momentum_buffer": tensor(shape, buffer, 3 * i + 2, place)},
             {**settings, "lr": 0.02 * (1 + i % 2)},
             *shape,
         )
@@ -63,7 +70,7 @@ def run(some: Sequence[Shard], wire: torch.dtype, commit: Commit, together: bool
     return [buffer, *(t for s in some for t in (s.parameter, s.state["momentum_buffer"]))]
 
 
-@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("place", ["alone", "shifted", "columns", "odd columns"])
 @pytest.mark.parametrize("word", [None, True, False])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("momentum", HALVES)
@@ -73,13 +80,13 @@ def test_bits_are_those_of_one_by_one(
     momentum: torch.dtype,
     nesterov: bool,
     word: bool | None,
-    shifted: bool,
+    place: str,
 ) -> None:
     commit = Commit(None if word is None else torch.tensor(word, device="cuda"))
     for wire in HALVES:
         for decay in (0.95, 0.3, 0.0):
             options = {"nesterov": nesterov, "momentum": decay}
-            one, other = (shards(parameter, momentum, shifted, **options) for _ in range(2))
+            one, other = (shards(parameter, momentum, place, **options) for _ in range(2))
             before = [t.clone() for s in one for t in (s.parameter, s.state["momentum_buffer"])]
             ours = run(one, wire, commit, together=True)
             theirs = run(other, wire, commit, together=False)
@@ -93,7 +100,7 @@ def test_bits_are_those_of_one_by_one(
 
 
 def test_a_refused_step_keeps_nan_out() -> None:
-    some = shards(torch.float32, torch.float32, False)
+    some = shards(torch.float32, torch.float32, "alone")
     for shard in some:
         shard.gradient.fill_(float("nan"))
     before = [s.state["momentum_buffer"].clone() for s in some]
@@ -103,9 +110,9 @@ def test_a_refused_step_keeps_nan_out() -> None:
         assert shard.parameter.isfinite().all()
 
 
-@pytest.mark.parametrize("shifted", [False, True])
-def test_one_bad_element_is_found(shifted: bool) -> None:
-    some = [tensor(s, dtype, i, shifted) for i, s in enumerate(SHAPES) for dtype in HALVES]
+@pytest.mark.parametrize("place", ["alone", "shifted"])
+def test_one_bad_element_is_found(place: str) -> None:
+    some = [tensor(s, dtype, i, place) for i, s in enumerate(SHAPES) for dtype in HALVES]
     assert not elementwise.has_nonfinite(some)
     for one in some:
         for value in (float("inf"), float("-inf"), float("nan")):
@@ -114,10 +121,10 @@ def test_one_bad_element_is_found(shifted: bool) -> None:
             one[-1, -1] = old
 
 
-@pytest.mark.parametrize("shifted", [False, True])
-def test_bits_are_added_up_as_on_a_cpu(shifted: bool) -> None:
+@pytest.mark.parametrize("place", ["alone", "shifted"])
+def test_bits_are_added_up_as_on_a_cpu(place: str) -> None:
     for dtype in HALVES:
-        some = [tensor(s, dtype, i, shifted) for i, s in enumerate(SHAPES)]
+        some = [tensor(s, dtype, i, place) for i, s in enumerate(SHAPES)]
         right = elementwise.bit_sum([one.cpu() for one in some])
         assert elementwise.bit_sum(some).cpu() == right
         some[-1].mul_(0.5)
@@ -135,7 +142,7 @@ def transposed() -> list[Shard]:
             s.cols,
             s.rows,
         )
-        for s in shards(torch.float32, torch.float32, False)
+        for s in shards(torch.float32, torch.float32, "alone")
     ]
 
 

@@ -15,8 +15,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardmuon
 from shardmuon import entries, methods
-from shardmuon.orthogonalize.choice import Problem
+from shardmuon.orthogonalize.choice import Answer, Problem
 from shardmuon.orthogonalize.coefficients import schedule_of
+from shardmuon.planning.cost import flops_in
 from tests import ranks
 from tests.conftest import Worlds
 from tests.problems import whole, world_mesh
@@ -35,16 +36,18 @@ def parameters() -> list[tuple[str, nn.Parameter]]:
     return made
 
 
-def open_choice(monkeypatch: pytest.MonkeyPatch, answers: dict[int, str]) -> list[set[Problem]]:
+def open_choice(
+    monkeypatch: pytest.MonkeyPatch, answers: dict[int, str], ms: float | None = None
+) -> list[set[Problem]]:
     """Leave "auto" open; rank r would choose `answers[r]`. Returns what this rank is asked."""
     asked: list[set[Problem]] = []
 
-    def choose(problems: Iterable[Problem], device: torch.device) -> dict[Problem, str]:
+    def choose(problems: Iterable[Problem], device: torch.device) -> dict[Problem, Answer]:
         asked.append(set(problems))
         answer = answers[dist.get_rank()]
         if answer == "fails":
             raise RuntimeError("the device is gone")
-        return dict.fromkeys(asked[-1], answer)
+        return dict.fromkeys(asked[-1], Answer(answer, ms))
 
     monkeypatch.setattr(entries, "_method", lambda entry, dtype: entry.group["ns_method"])
     monkeypatch.setattr(methods, "choose_methods", choose)
@@ -63,6 +66,21 @@ def one_answer(prepare: bool) -> tuple[list[set[Problem]], list[str], str, list[
         chosen = [matrix.method for matrix, _ in optimizer.plan]
         values = [whole(p) for p in optimizer.param_groups[0]["params"]]
         return asked, chosen, optimizer.plan.report(), values
+
+
+def costs(ms: float) -> dict[str, int]:
+    """Costs in the plan if the first rank's measurement took `ms` for each batch."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        open_choice(monkeypatch, {0: "gram", 1: "symmetric"}, ms * (1 + dist.get_rank()))
+        optimizer = shardmuon.Muon(parameters(), lr=0.1)
+        optimizer.prepare()
+        return {matrix.id: matrix.cost for matrix, _ in optimizer.plan}
+
+
+def test_measured_times_of_the_first_rank_are_the_costs(pools: Worlds) -> None:
+    first, second = pools.run(2, costs, 0.5)
+    # A batch holds what an owner will have of a kind: here one of each.
+    assert first == second == dict.fromkeys(SHAPES, flops_in(0.5))
 
 
 def forced(method: str) -> list[torch.Tensor]:

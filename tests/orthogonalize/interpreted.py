@@ -7,6 +7,7 @@ stays NaN. float16 only: the interpreter multiplies bfloat16 as if its bits were
 
 from __future__ import annotations
 
+import itertools
 import os
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -57,10 +58,10 @@ def check_copies() -> None:
 def check_elementwise() -> None:
     """What one launch does to many shards is what the rule does to one, but for fused rounding."""
     sizes = (1, 5, 3000, 4096)
-    for word in (None, True, False):
+    for word, columns in itertools.product((None, True, False), (False, True)):
         commit = Commit(None if word is None else torch.tensor(word))
         for nesterov in (True, False):
-            gradients, momenta, parameters = ([torch.randn(s) for s in sizes] for _ in range(3))
+            gradients, momenta, parameters = ([part(s, columns) for s in sizes] for _ in range(3))
             group = {
                 "momentum": 0.95,
                 "nesterov": nesterov,
@@ -69,7 +70,7 @@ def check_elementwise() -> None:
                 "adjust_lr_fn": None,
             }
             shards = [
-                Shard(p.clone()[None], g[None], {"momentum_buffer": m.clone()[None]}, group, 1, 1)
+                Shard(p.clone(), g, {"momentum_buffer": m.clone()}, group, 1, 1)
                 for p, g, m in zip(parameters, gradients, momenta, strict=True)
             ]
             places = [torch.zeros(size) for size in sizes]
@@ -91,10 +92,17 @@ def check_elementwise() -> None:
                 ],
                 commit,
             )
-            right = [*places[:3], *(s.parameter[0] for s in shards)]
-            right += [s.state["momentum_buffer"][0] for s in shards]
+            right = [*places[:3], *(s.parameter for s in shards)]
+            right += [s.state["momentum_buffer"] for s in shards]
             for mine, theirs in zip((*ours, *parameters, *momenta), right, strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def part(size: int, columns: bool) -> Tensor:
+    """Two rows of `size` elements, or one; columns: the middle of longer rows."""
+    rows = 1 if size % 2 else 2
+    width = size // rows
+    return torch.randn(rows, width + 16)[:, 8 : 8 + width] if columns else torch.randn(rows, width)
 
 
 def check_nonfinite() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardmuon.orthogonalize import choice
-from shardmuon.orthogonalize.choice import Problem, choose_methods
+from shardmuon.orthogonalize.choice import Answer, Problem, choose_methods
 
 GPU = torch.device("cuda", 0)
 WIDE = Problem(4, 1024, 4096, "bfloat16", (2, 3))
@@ -39,7 +39,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Problem]:
 
 
 def test_the_quickest_is_taken_and_measured_once(measured: list[Problem]) -> None:
-    expected = {WIDE: "gram", SQUARE: "symmetric", SMALL: "standard"}
+    methods = {WIDE: "gram", SQUARE: "symmetric", SMALL: "standard"}
+    expected = {p: Answer(method, TIMES[p][method]) for p, method in methods.items()}
     assert choose_methods([SMALL, WIDE, SQUARE, WIDE], GPU) == expected
     assert measured == [WIDE, SQUARE, SMALL]  # the most work first
     assert choose_methods(expected, GPU) == expected
@@ -47,8 +48,9 @@ def test_the_quickest_is_taken_and_measured_once(measured: list[Problem]) -> Non
 
 
 def test_a_near_tie_goes_to_the_standard_method() -> None:
-    assert choice.fastest({"standard": 1.0, "symmetric": 0.98, "gram": 2.0}) == "standard"
-    assert choice.fastest({"standard": 1.0, "symmetric": 0.96, "gram": 2.0}) == "symmetric"
+    near, clear = ({"standard": 1.0, "symmetric": ms, "gram": 2.0} for ms in (0.98, 0.96))
+    assert choice.fastest(near) == ("standard", 1.0)
+    assert choice.fastest(clear) == ("symmetric", 0.96)
 
 
 def test_the_cache_keeps_what_others_wrote(measured: list[Problem]) -> None:
@@ -81,14 +83,14 @@ def test_a_spoilt_cache_is_measured_again(measured: list[Problem], content: str)
     file = choice.cache_file(GPU)
     file.parent.mkdir(parents=True)
     file.write_text(content)
-    assert choose_methods([WIDE], GPU) == {WIDE: "gram"}
+    assert choose_methods([WIDE], GPU)[WIDE].method == "gram"
     assert measured == [WIDE]
     assert json.loads(file.read_text()) == {str(WIDE): TIMES[WIDE]}
 
 
 def test_without_time_methods_are_guessed_and_not_remembered(measured: list[Problem]) -> None:
     guesses = choose_methods(TIMES, GPU, budget_s=0.0)
-    assert guesses == {problem: choice.guess(problem) for problem in TIMES}
+    assert guesses == {problem: Answer(choice.guess(problem)) for problem in TIMES}
     assert not measured
     assert not choice.cache_file(GPU).exists()
     choose_methods(TIMES, GPU)
@@ -101,12 +103,12 @@ def test_a_cache_that_cannot_be_written_costs_a_warning(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SHARDMUON_CACHE", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="measured again by the next process"):
-        assert choose_methods([WIDE], GPU) == {WIDE: "gram"}
+        assert choose_methods([WIDE], GPU)[WIDE].method == "gram"
 
 
 def test_a_cpu_takes_the_standard_method(measured: list[Problem]) -> None:
     answer = choose_methods(TIMES, torch.device("cpu"))
-    assert answer == dict.fromkeys(TIMES, "standard")
+    assert answer == dict.fromkeys(TIMES, Answer("standard"))
     assert not measured
 
 

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardmuon.planning.device import DEVICES
 from shardmuon.planning.models import MODELS
-from shardmuon.planning.planner import assign_owners
+from shardmuon.planning.owners import Way, assign
 from tests.planning import optimum
 from tests.planning.optimum import NEAR, Costs, Optimum
 from tests.planning.records import matrix, rows_over
@@ -31,7 +32,8 @@ def makespan(model: str, ranks: int) -> int:
         for kind, (count, rows, cols) in enumerate(MODELS[model])
         for i in range(count)
     ]
-    _, loads = assign_owners(matrices, range(ranks), dict.fromkeys(range(ranks), 0))
+    idle = dict.fromkeys(range(ranks), 0)
+    _, loads = assign(matrices, layout.mesh, idle, Way(), DEVICES["h200"])
     return max(loads.values())
 
 

@@ -81,6 +81,6 @@ def test_a_plan_that_was_tampered_with_is_refused() -> None:
     content = json.loads(
         dumps(make_plan([Matrix("m", CUTS[0], LAYOUTS[0], "bfloat16", 2, 1)], bucket_bytes=1))
     )
-    content["buckets"][0][0][1] = 9
+    content["buckets"][0][1][0][1] = 9
     with pytest.raises(ValueError, match="owner 9 is not in its mesh"):
         loads(json.dumps(content))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shardmuon.planning.device import DEVICES
 from shardmuon.planning.models import MODELS
+from shardmuon.planning.planner import Freedom
 from shardmuon.tools import picture, plan_model
 from shardmuon.tools.command import main
 from shardmuon.tools.plan_model import Options, Shape, planned
@@ -16,7 +16,7 @@ from shardmuon.tools.sources import read_source
 
 
 def options(shape: Shape, **more: object) -> Options:
-    return Options(shape=shape, device=DEVICES["h200"], **more)  # type: ignore[arg-type]
+    return Options(shape=shape, freedom=Freedom(), **more)  # type: ignore[arg-type]
 
 
 def test_a_named_model_is_planned_and_timed(
