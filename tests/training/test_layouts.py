@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from shardmuon import clipping
 from shardmuon.exchange import collectives
-from shardmuon.training import gradients, metrics, place, run
+from shardmuon.exchange.blocks import local
+from shardmuon.training import metrics, place, run
 from shardmuon.training.config import Mesh, Model, Precision
 from shardmuon.training.load import load
 from shardmuon.training.model import build
@@ -120,8 +122,8 @@ def placed(mesh: Mesh) -> dict[str, tuple[tuple[int, ...], float, int]]:
     model = place.spread(build(Model(layers=1), 0), here, Precision())
     return {
         name: (
-            tuple(gradients.local(p).shape),
-            gradients.local(p).numel() / gradients.copies(p),
+            tuple(local(p).shape),
+            local(p).numel() / clipping.count([p]).copies[0],
             p.numel(),
         )
         for name, p in model.named_parameters()
