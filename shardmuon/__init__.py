@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardmuon.clipping import clip_grad_norm_ as clip_grad_norm_
+    from shardmuon.clipping import grad_norm as grad_norm
     from shardmuon.muon import Muon as Muon
     from shardmuon.muon import StepStats as StepStats
     from shardmuon.orthogonalize.checks import orthogonality_error as orthogonality_error
@@ -17,27 +19,34 @@ if TYPE_CHECKING:
     from shardmuon.routing import ParamGroups as ParamGroups
     from shardmuon.routing import param_groups as param_groups
     from shardmuon.runtime import Runtime as Runtime
+    from shardmuon.scaling import GradScaler as GradScaler
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "GradScaler": "shardmuon.scaling",
     "Muon": "shardmuon.muon",
     "ParamGroups": "shardmuon.routing",
     "Plan": "shardmuon.planning.plan",
     "Runtime": "shardmuon.runtime",
     "StepStats": "shardmuon.muon",
+    "clip_grad_norm_": "shardmuon.clipping",
+    "grad_norm": "shardmuon.clipping",
     "orthogonality_error": "shardmuon.orthogonalize.checks",
     "param_groups": "shardmuon.routing",
     "singular_value_range": "shardmuon.orthogonalize.checks",
 }
 
 __all__ = [
+    "GradScaler",
     "Muon",
     "ParamGroups",
     "Plan",
     "Runtime",
     "StepStats",
     "__version__",
+    "clip_grad_norm_",
+    "grad_norm",
     "orthogonality_error",
     "param_groups",
     "singular_value_range",

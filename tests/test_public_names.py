@@ -13,12 +13,15 @@ import pytest
 import shardmuon
 
 PUBLIC = {
+    "GradScaler",
     "Muon",
     "ParamGroups",
     "Plan",
     "Runtime",
     "StepStats",
     "__version__",
+    "clip_grad_norm_",
+    "grad_norm",
     "orthogonality_error",
     "param_groups",
     "singular_value_range",
