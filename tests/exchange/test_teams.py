@@ -38,8 +38,9 @@ FREE = replace(
     host_ms_per_matrix=0.0,
 )
 SHARED = shardmuon.Runtime(share_large=True)
-# A float32 update of a team differs from that of one rank by rounding; a wrong panel by a lot.
-NEAR = 2e-5
+# An update of a team differs from that of one rank by rounding, on a GPU by that of float16; a
+# wrong panel changes parameters by some 4e-3.
+NEAR = 2e-5 if ranks.backend() == "gloo" else 2e-4
 
 
 def grid(mesh: tuple[int, ...], *weights: Weight, **runtime: Any) -> Grid:
