@@ -30,7 +30,7 @@ SMALLEST_BUCKET, LARGEST_BUCKET = 128 * 2**20, 256 * 2**20
 PORTIONS = 4
 # Larger teams only add to what each of their ranks repeats.
 LARGEST_TEAM = 16
-# Predictions are right within a tenth; what is quicker by less is not worth leaving the simpler way.
+# Predictions are right within a tenth; what is quicker by less is not worth a less simple way.
 GAIN = 1.1
 
 

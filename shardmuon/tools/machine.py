@@ -26,7 +26,7 @@ from shardmuon.training.place import Place
 
 __all__ = ["measure"]
 
-ROUNDS = 5
+ROUNDS, ROUND_MS = 7, 60.0
 # (matrices, rows, cols) of a batch. They must differ in rows, and in work for equal rows.
 GPU_BATCHES = ((1, 512, 2048), (16, 512, 2048), (1, 1024, 4096), (8, 1024, 4096), (4, 2048, 8192))
 CPU_BATCHES = ((1, 32, 128), (1, 64, 64), (1, 128, 512), (1, 256, 256), (1, 256, 1024))
@@ -87,8 +87,23 @@ def _least_squares(model: torch.Tensor) -> tuple[float, float, float]:
 
 
 def _median(run: Callable[[], object], x: torch.Tensor) -> float:
+    """Of one run, from rounds of many, which all ranks begin together.
+
+    In a step they share the machine too, and it is not shared in the time of one short run.
+    """
     run()
-    return statistics.median(milliseconds(lambda _: run(), x) for _ in range(ROUNDS))
+    first = max(collectives.gather_objects(milliseconds(lambda _: run(), x)))
+    count = max(1, int(ROUND_MS / first))
+
+    def many() -> None:
+        for _ in range(count):
+            run()
+
+    times = []
+    for _ in range(ROUNDS):
+        collectives.barrier()
+        times.append(milliseconds(lambda _: many(), x) / count)
+    return statistics.median(times)
 
 
 def _memory_gbs(device: torch.device) -> float:

@@ -51,6 +51,12 @@ WORKLOADS = {
         sequences=2,
         tokens=32,
     ),
+    # Large enough that a CPU computes for most of a step.
+    "small": Workload(
+        model=Model(vocab_size=256, dim=256, layers=4, heads=8, kv_heads=8, hidden=1024),
+        sequences=1,
+        tokens=32,
+    ),
     "gpt160m": Workload(
         model=Model(vocab_size=50304, dim=768, layers=12, heads=12, kv_heads=12, hidden=3072),
         sequences=4,
