@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardmuon.routing import param_groups as param_groups
     from shardmuon.runtime import Runtime as Runtime
     from shardmuon.scaling import GradScaler as GradScaler
+    from shardmuon.watchdog import Watchdog as Watchdog
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ _HOMES = {
     "Plan": "shardmuon.planning.plan",
     "Runtime": "shardmuon.runtime",
     "StepStats": "shardmuon.muon",
+    "Watchdog": "shardmuon.watchdog",
     "clip_grad_norm_": "shardmuon.clipping",
     "grad_norm": "shardmuon.clipping",
     "orthogonality_error": "shardmuon.orthogonalize.checks",
@@ -44,6 +46,7 @@ __all__ = [
     "Plan",
     "Runtime",
     "StepStats",
+    "Watchdog",
     "__version__",
     "clip_grad_norm_",
     "grad_norm",

@@ -30,6 +30,7 @@ from shardmuon.entries import (
     structure_of,
 )
 from shardmuon.exchange import collectives
+from shardmuon.exchange.activity import during, enter_step
 from shardmuon.exchange.agreement import Agreed, Agreement, Doubt, MeshPart
 from shardmuon.exchange.blocks import BlockView, local
 from shardmuon.exchange.pipeline import Passage, Tally, Transit, run_buckets
@@ -279,6 +280,10 @@ class Engine:
 
     def step(self, groups: Sequence[Group], state: State) -> None:
         """Advance all parameters and states by one step, or leave everything as it was."""
+        with enter_step():
+            self._step(groups, state)
+
+    def _step(self, groups: Sequence[Group], state: State) -> None:
         before = sum(collectives.calls.values()) - self._overlap.started
         entries = self._entries.of(groups)
         doubt = self._overlap.complete(entries, state)
@@ -296,9 +301,11 @@ class Engine:
     def _take_step(
         self, groups: Sequence[Group], entries: Sequence[Entry], state: State, doubt: Doubt
     ) -> Tally:
-        self._agreement.raise_deferred()
-        prepared = self._prepare_with_methods(entries)
-        with record_function("shardmuon.header"):
+        with during("header of the step before", waits=True):
+            self._agreement.raise_deferred()
+        with during("agreement on the plan", waits=True):
+            prepared = self._prepare_with_methods(entries)
+        with record_function("shardmuon.header"), during("header", waits=True):
             agreed = self._agreement.open(prepared.plan, prepared.parts, entries, doubt)
         self._warn_of_no_gradients(entries, agreed)
         tally = Tally()

@@ -39,6 +39,7 @@ __all__ = [
     "meeting_device",
     "private_groups",
     "rank",
+    "side_channel",
     "start",
     "stop",
     "world_size",
@@ -183,6 +184,17 @@ def close_group(group: Group) -> None:
     """Destroy a group made by `host_group`, if it still is one."""
     if group is not None and is_initialized():
         dist.destroy_process_group(group)
+
+
+def side_channel(prefix: str, timeout_s: float) -> Any:
+    """A store that all ranks share, on a connection of its own, so that a thread may use it.
+
+    It is that of the rendezvous, and works while process groups are stuck.
+    """
+    default: Any = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(prefix, default.clone())
+    store.set_timeout(datetime.timedelta(seconds=timeout_s))
+    return store
 
 
 def barrier(group: Group = None) -> None:

@@ -11,13 +11,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from shardmuon.exchange import collectives
+from shardmuon.exchange.activity import during, mark
 from shardmuon.exchange.assembly import Batch, assemble, batches_of, take_apart
 from shardmuon.exchange.legs import (
     Cargo,
@@ -107,9 +108,25 @@ class Passage:
         """Zeros, so that padding and missing gradients never send uninitialized memory."""
         return torch.zeros(elements, dtype=self.dtype, device=self.device)
 
-    def range(self, phase: str) -> record_function:
-        """A named stretch of time for profilers."""
-        return record_function(f"shardmuon.{phase}.{self.number}")
+    def range(self, phase: str) -> Stretch:
+        """A named stretch of time, for profilers and watchdogs."""
+        return Stretch(phase, self.number)
+
+
+class Stretch:
+    """`with Stretch(phase, number):` around what a rank does for a bucket."""
+
+    def __init__(self, phase: str, number: int) -> None:
+        self._range = record_function(f"shardmuon.{phase}.{number}")
+        self._during = during(f"{phase} of bucket {number}", waits=phase in ("gather", "scatter"))
+
+    def __enter__(self) -> None:
+        self._during.__enter__()
+        self._range.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._range.__exit__(*error)
+        self._during.__exit__(*error)
 
 
 @dataclass
@@ -213,6 +230,7 @@ class Transit:
         if self.leg is not None:
             self.cargo = self.leg.finish(self.passage.timeout_s)
             self.leg = None
+            mark(f"exchange of bucket {self.passage.number}", self.passage.device)
 
     def _count(self, sent: int, received: int) -> None:
         size = self.passage.dtype.itemsize

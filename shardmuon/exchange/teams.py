@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.exchange import collectives
+from shardmuon.exchange.activity import during
 
 __all__ = ["AxisTeam"]
 
@@ -60,10 +61,11 @@ class AxisTeam:
 
     def _exchange(self, send: Tensor, outwards: list[int], inwards: list[int]) -> Tensor:
         """Elements to and from each member, in their order."""
-        received, work = collectives.all_to_all(
-            send, self._splits(outwards), self._splits(inwards), self._group
-        )
-        work.wait(self._timeout_s)
+        with during("sums of a team", waits=True):
+            received, work = collectives.all_to_all(
+                send, self._splits(outwards), self._splits(inwards), self._group
+            )
+            work.wait(self._timeout_s)
         return received
 
     def _splits(self, sizes: list[int]) -> list[int]:

@@ -257,7 +257,10 @@ class Mesh(Section):
     tensor: ranks that split each matrix of a block between them and see the same data (tensor
         parallelism); must divide model.heads, model.kv_heads and model.hidden. Consecutive ranks
         form a group.
-    timeout_s: seconds after which a collective that waits for a lost rank is an error.
+    timeout_s: seconds after which a rank that waits for others in a step ends the job, and says
+        which ranks are missing. Longer than the slowest first step.
+    silent_s: seconds without a sign of life after which a rank counts as dead or stopped, which
+        ends the job too.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -265,6 +268,7 @@ class Mesh(Section):
     replicate: Count = 1
     tensor: Count = 1
     timeout_s: Positive = 600.0
+    silent_s: Positive = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from shardmuon.checkpoint import Checkpointer, publish
 from shardmuon.exchange import collectives
+from shardmuon.exchange.activity import during
 from shardmuon.muon import Muon
 from shardmuon.training import batches, gradients, optimizers, place, resume, schedule, signals
 from shardmuon.training.config import Config
@@ -115,7 +116,7 @@ class Trainer:
             self.save()
 
     def _train_step(self, logged: bool) -> StepResult:
-        with self.timer.phase("forward_backward"):
+        with self.timer.phase("forward_backward"), during("forward and backward", waits=True):
             loss = self._accumulate()
             norm, wishes = gradients.clip_(
                 self.parameters, self.config.clipping.max_norm, self._stop_request.wish

@@ -108,7 +108,9 @@ def start(config: Mesh, device: torch.device) -> Place:
     if cuda:
         torch.cuda.set_device(device)
     if ranks_started() > 1:
-        collectives.start("nccl" if cuda else "gloo", config.timeout_s, device if cuda else None)
+        # The watchdog speaks first: it knows more than the process group.
+        timeout_s = config.timeout_s + config.silent_s
+        collectives.start("nccl" if cuda else "gloo", timeout_s, device if cuda else None)
     return settle(config, device)
 
 

@@ -17,7 +17,14 @@ from shardmuon.training.load import ConfigError, as_tree, differences
 __all__ = ["Resume", "at", "checkpoint_folder", "extra", "resolve"]
 
 # How a run is watched or cut short changes nothing of what it computes.
-_IRRELEVANT = ("checkpoint.", "logging.", "schedule.stop_at", "mesh.timeout_s", "evaluation.")
+_IRRELEVANT = (
+    "checkpoint.",
+    "evaluation.",
+    "logging.",
+    "mesh.silent_s",
+    "mesh.timeout_s",
+    "schedule.stop_at",
+)
 # The tensors of a checkpoint fit only these.
 _FIXED = ("model.", "optimizer.name", "optimizer.to_")
 

@@ -24,6 +24,8 @@ from shardmuon.training.load import ConfigError, as_tree
 from shardmuon.training.loop import Parts, Trainer
 from shardmuon.training.metrics import MetricsFile
 from shardmuon.training.model import CausalLM, build
+from shardmuon.training.place import Place
+from shardmuon.watchdog import Watchdog
 
 __all__ = ["Prepared", "prepare", "resume_command", "run"]
 
@@ -59,8 +61,16 @@ def prepare(config: Config) -> Prepared:
 
 def run(prepared: Prepared, arguments: Sequence[str]) -> None:
     """Train; `arguments` are those of the command line, for the resume command."""
+    mesh = prepared.config.mesh
+    here = place.start(mesh, prepared.device)
+    with Watchdog(mesh.timeout_s, mesh.silent_s):
+        _train(prepared, here, arguments)
+        collectives.barrier()
+    collectives.stop()
+
+
+def _train(prepared: Prepared, here: Place, arguments: Sequence[str]) -> None:
     config = prepared.config
-    here = place.start(config.mesh, prepared.device)
     torch.manual_seed(config.seed + here.data_rank)
     checkpoints = _checkpointer(config)
     start, notes = _agree(prepared, checkpoints)
@@ -93,8 +103,6 @@ def run(prepared: Prepared, arguments: Sequence[str]) -> None:
     if here.first and config.logging.progress != "none":
         _conclude(trainer, arguments)
     checkpoints.close()
-    collectives.barrier()
-    collectives.stop()
 
 
 def _checkpointer(config: Config) -> Checkpointer:
