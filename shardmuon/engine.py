@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
+import shardmuon
 from shardmuon.entries import (
     Entry,
     EntryList,
@@ -35,6 +36,7 @@ from shardmuon.exchange.agreement import Agreed, Agreement, Doubt, MeshPart
 from shardmuon.exchange.blocks import BlockView, local
 from shardmuon.exchange.pipeline import Passage, Tally, Transit, run_buckets
 from shardmuon.exchange.replicas import differing_replicas
+from shardmuon.exchange.waits import Waits
 from shardmuon.holdings import Holdings, Home, State, with_method
 from shardmuon.methods import Methods, is_open
 from shardmuon.overlap import Overlap, check_overlap
@@ -48,6 +50,9 @@ from shardmuon.runtime import Runtime
 
 __all__ = ["Engine", "StepStats"]
 
+# Ranks that compute with other code may get other bits, or hang in another order of collectives.
+VERSIONS = (f"torch {torch.__version__}", f"shardmuon {shardmuon.__version__}")
+
 
 @dataclass(frozen=True)
 class StepStats:
@@ -55,7 +60,11 @@ class StepStats:
 
     matrices_orthogonalized: Newton-Schulz runs. bytes_sent, bytes_received: wire bytes exchanged
     with other ranks, padding included. steps_skipped: steps refused so far because of a non-finite
-    gradient. collectives: number of collectives issued.
+    gradient. collectives: number of collectives issued. waited_s: seconds in which this rank only
+    waited for blocks and updates; None while a GPU is not that far. orthogonality_error: see
+    `orthogonality_error`, the largest of the updates made here; None if it was not asked for.
+
+    Not among the bytes: what teams sum up (`share_large`).
     """
 
     matrices_orthogonalized: int = 0
@@ -63,6 +72,8 @@ class StepStats:
     bytes_received: int = 0
     steps_skipped: int = 0
     collectives: int = 0
+    waited_s: float | None = 0.0
+    orthogonality_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,8 @@ class Engine:
         self._methods = Methods(runtime)
         self._overlap = Overlap(runtime)
         self._warm: Prepared | None = None
+        self._measures = False
+        self._waits = Waits()
 
     def __getstate__(self) -> dict[str, Any]:
         """Plans, groups and pending answers belong to one process and do not travel."""
@@ -106,7 +119,12 @@ class Engine:
     @property
     def stats(self) -> StepStats:
         """What the last step did, and how many steps were skipped as far as the host knows."""
-        return replace(self._stats, steps_skipped=self._agreement.steps_skipped)
+        skipped, waited = self._agreement.steps_skipped, self._waits.seconds()
+        return replace(self._stats, steps_skipped=skipped, waited_s=waited)
+
+    def measure_next_step(self) -> None:
+        """Let the next step find out how orthogonal its updates are."""
+        self._measures = True
 
     # -- the plan -------------------------------------------------------------------------------
 
@@ -213,7 +231,9 @@ class Engine:
             exchange=runtime.exchange,
             bucket_bytes=runtime.bucket_bytes,
             overlap=runtime.overlap,
-            settings=json.dumps([runtime.deterministic, runtime.missing_grad, runtime.nonfinite]),
+            settings=json.dumps(
+                [runtime.deterministic, runtime.missing_grad, runtime.nonfinite, *VERSIONS]
+            ),
             freedom=self._freedom(matrices, entries),
         )
         homes = {m.id: _home(m, entry_of[m.whole_id]) for m, _ in plan}
@@ -296,7 +316,9 @@ class Engine:
             tally.bytes_sent,
             tally.bytes_received,
             collectives=sum(collectives.calls.values()) - before,
+            orthogonality_error=tally.orthogonality_error,
         )
+        self._waits = tally.waits
 
     def _take_step(
         self, groups: Sequence[Group], entries: Sequence[Entry], state: State, doubt: Doubt
@@ -308,23 +330,34 @@ class Engine:
         with record_function("shardmuon.header"), during("header", waits=True):
             agreed = self._agreement.open(prepared.plan, prepared.parts, entries, doubt)
         self._warn_of_no_gradients(entries, agreed)
-        tally = Tally()
+        tally, self._measures = Tally(self._measures), False
         if not agreed.refused:
             commit = Commit(agreed.accepted)
             holdings = Holdings(entries, prepared.homes, state, agreed.gradients, agreed.missing)
+            busy = [passage for passage in prepared.passages if not holdings.idle(passage)]
             run_buckets(
                 Transit(
                     passage, holdings.members(passage), commit, tally, self._overlap.take(passage)
                 )
-                for passage in prepared.passages
-                if not holdings.idle(passage)
+                for passage in busy
             )
+            _check_work(tally, busy)
             with record_function("shardmuon.adamw"):
                 for group in groups:
                     if shards := holdings.element_shards(group):
                         adamw_step(shards, group, commit)
         self._overlap.arm(prepared.passages, prepared.homes, entries, state)
         return tally
+
+
+def _check_work(tally: Tally, passages: Sequence[Passage]) -> None:
+    """RuntimeError unless this rank has done its part; if all have, all of the plan is done."""
+    due = sum(passage.due for passage in passages)
+    if tally.matrices_orthogonalized != due:
+        raise RuntimeError(
+            f"this rank was to orthogonalize {due} matrices and orthogonalized"
+            f" {tally.matrices_orthogonalized}; parameters are not what they should be"
+        )
 
 
 def _home(matrix: Matrix, entry: int) -> Home:

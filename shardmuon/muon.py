@@ -183,6 +183,10 @@ class Muon(Optimizer):
         """What the last step did on this rank."""
         return self._engine.stats
 
+    def measure_next_step(self) -> None:
+        """Let the next step also measure `stats.orthogonality_error`, in float64. Local."""
+        self._engine.measure_next_step()
+
     @property
     def runtime(self) -> Runtime:
         """How steps run."""

@@ -30,6 +30,8 @@ from shardmuon.exchange.legs import (
     unpack,
 )
 from shardmuon.exchange.teams import AxisTeam
+from shardmuon.exchange.waits import Waits
+from shardmuon.orthogonalize.checks import orthogonality_error
 from shardmuon.planning.plan import Bucket
 from shardmuon.planning.routes import Hop, PackingList, Route, packing_list
 from shardmuon.rules import Commit, Shard, UpdateRule
@@ -52,11 +54,17 @@ class Member(NamedTuple):
 
 @dataclass
 class Tally:
-    """What this rank did in a step."""
+    """What this rank did in a step.
 
+    measures: it also finds the largest orthogonality_error of its updates.
+    """
+
+    measures: bool = False
     matrices_orthogonalized: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
+    orthogonality_error: float | None = None
+    waits: Waits = field(default_factory=Waits)
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,11 @@ class Passage:
         here = self.route.coordinate[panel.axis]
         size = self.bucket.mesh.shape[panel.axis]
         return AxisTeam(self.groups[panel.axis], size, here, panel.size, self.timeout_s)
+
+    @cached_property
+    def due(self) -> int:
+        """Matrices that this rank is to orthogonalize, those of a team counted by its first."""
+        return 0 if self.team is not None and self.team.index else len(self.route.owned)
 
     @cached_property
     def present(self) -> tuple[int, ...]:
@@ -228,7 +241,8 @@ class Transit:
 
     def _arrive(self) -> None:
         if self.leg is not None:
-            self.cargo = self.leg.finish(self.passage.timeout_s)
+            with self.tally.waits.timed(self.passage.device):
+                self.cargo = self.leg.finish(self.passage.timeout_s)
             self.leg = None
             mark(f"exchange of bucket {self.passage.number}", self.passage.device)
 
@@ -250,6 +264,9 @@ class Transit:
             update = update.view(whole.shape)
         if team is None or team.index == 0:  # the others have parts of the same matrices
             self.tally.matrices_orthogonalized += len(batch.indices)
+        if team is None and self.tally.measures:
+            errors = [orthogonality_error(o) for o in update.view(-1, *update.shape[-2:])]
+            self.tally.orthogonality_error = max(self.tally.orthogonality_error or 0.0, *errors)
         self.cargo |= take_apart(batch, update, stats, self.passage.dtype)
 
 

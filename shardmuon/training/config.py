@@ -320,10 +320,13 @@ class Logging(Section):
     every: steps between lines of metrics.
     progress: "bar" is a live bar, "lines" prints plain lines, "none" nothing; "auto" is a bar on
         a terminal and lines elsewhere.
+    orthogonality: whether lines of metrics say how orthogonal the first rank's updates are, which
+        costs a product in float64 for each of its matrices.
     """
 
     directory: str = "runs/default"
     every: Count = 10
+    orthogonality: bool = False
     progress: Literal["auto", "bar", "lines", "none"] = "auto"
 
     def check(self) -> None:

@@ -7,7 +7,7 @@ is stored, and calls collectives only through the functions of `gradients` and `
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -123,6 +123,8 @@ class Trainer:
             )
         lr = optimizers.group_lrs(self.optimizer)
         size = gradients.UpdateSize(self.built.matrices) if logged else None
+        if logged and self.config.logging.orthogonality and isinstance(self.optimizer, Muon):
+            self.optimizer.measure_next_step()
         with self.timer.phase("optimizer"):
             self.optimizer.step()
         self.lr = lr
@@ -173,6 +175,7 @@ class Trainer:
             loss=loss,
             grad_norm=norm,
             update_rms=result.update_rms,
+            optimizer=self._optimizer_stats(),
             lr=self.lr,
             seconds=seconds,
             tokens_per_s=speed,
@@ -186,6 +189,12 @@ class Trainer:
                 "gnorm": f"{norm:.2f}",
             }
         )
+
+    def _optimizer_stats(self) -> dict[str, float | None] | None:
+        """What Muon did in the last step on the first rank; None for other optimizers."""
+        if not isinstance(self.optimizer, Muon):
+            return None
+        return asdict(self.optimizer.stats)
 
     @torch.no_grad()
     def evaluate(self) -> None:
