@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +71,7 @@ class _Pair:
             for side in (self.shards, self.wholes)
         ]
         if self.sharded is None or self.alone is None:
-            options = {"runtime": RUNTIME, "ns_dtype": torch.float32}
+            options: dict[str, Any] = {"runtime": RUNTIME, "ns_dtype": torch.float32}
             self.sharded = shardmuon.Muon([groups[0]], mesh=self.mesh, **options)
             self.alone = shardmuon.Muon([groups[1]], **options)
         else:

@@ -67,7 +67,7 @@ class Side:
             if number in names
         }
         named = [(f"p{number}", p) for number, p in self.params.items()]
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [pair for pair in named if pair[1].ndim == 2], "lr": 0.02},
             {"params": [pair for pair in named if pair[1].ndim == 1], "algorithm": "adamw"},
         ]
