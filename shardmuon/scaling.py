@@ -52,8 +52,18 @@ class GradScaler(torch.amp.GradScaler):
         found = found_inf.to(collectives.meeting_device(device_types(parameters)))
         with torch.no_grad():
             for (device, _), same in by_kind(local(g) for g in gradients).items():
-                here = found_inf.to(device, copy=True)
-                torch._amp_foreach_non_finite_check_and_unscale_(same, here, inv_scale.to(device))
+                here = _unscale_(same, found_inf.to(device, copy=True), inv_scale.to(device))
                 found = torch.maximum(found, here.to(found.device))
             collectives.all_reduce_max_(found)
         return {found_inf.device: found.to(found_inf.device)}
+
+
+def _unscale_(gradients: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Tensor:
+    """Multiply plain gradients of one kind in place; `found_inf` [], 1.0 if one is not finite."""
+    if gradients[0].is_cuda and gradients[0].dtype == torch.bfloat16:
+        # torch 2.11 has no kernel for these. The largest magnitude is nan or inf if one element is.
+        largest = torch.stack(torch._foreach_norm(gradients, float("inf")))
+        torch._foreach_mul_(gradients, inv_scale)
+        return torch.maximum(found_inf, (~largest.isfinite().all()).to(found_inf.dtype))
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
+    return found_inf

@@ -51,10 +51,13 @@ def test_the_host_waits_for_no_norm(norm_type: float) -> None:
     with no_waiting():
         norm = shardmuon.clip_grad_norm_(ours, 0.5, norm_type)
     assert norm.is_cuda
-    torch.testing.assert_close(norm.cpu(), shardmuon.clip_grad_norm_(theirs, 0.5, norm_type))
+    right = shardmuon.clip_grad_norm_(theirs, 0.5, norm_type)
+    torch.testing.assert_close(norm.cpu(), right, rtol=1e-5, atol=0)
     for one, other in zip(ours, theirs, strict=True):
         assert one.grad is not None
-        torch.testing.assert_close(one.grad.cpu(), other.grad)
+        assert other.grad is not None
+        rtol = 1e-5 if other.grad.dtype == torch.float32 else 0.01
+        torch.testing.assert_close(one.grad.cpu(), other.grad, rtol=rtol, atol=1e-9)
 
 
 def test_gradients_on_the_host_and_on_the_device_are_clipped_together() -> None:

@@ -179,7 +179,7 @@ def _fewer_gradients(everywhere: bool, bad: bool) -> tuple[float, bool]:
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_c58_ranks_without_gradients_agree_too(pools: Worlds, everywhere: bool, bad: bool) -> None:
-    """C58: torch's scaler hangs if one rank has none, and raises if all have."""
+    """torch's scaler hangs if one rank has none, and raises if all have."""
     answers = pools.run(4, _fewer_gradients, everywhere, bad, limit_s=20)
     for rank, (scale, stepped) in enumerate(answers):
         found = bad and not everywhere
@@ -230,7 +230,7 @@ def test_fused_optimizers_skip_together(pools: Worlds) -> None:
 
 
 def _five_steps(bad_step: int | None, micro_steps: int, policy: Any) -> tuple[str, list[float]]:
-    """C30 on this rank: digest of parameters and momenta, scale after each step."""
+    """On this rank: digest of parameters and momenta, scale after each step."""
     mesh = world_mesh()
     p = nn.Parameter(placed(torch.from_numpy(reference.weights(10, 8)).float(), "0", mesh))
     runtime = shardmuon.Runtime(deterministic=True, nonfinite=policy)
@@ -267,7 +267,7 @@ def _five_steps(bad_step: int | None, micro_steps: int, policy: Any) -> tuple[st
 def test_c30_a_skipped_step_leaves_no_trace(
     pools: Worlds, world: int, micro_steps: int, policy: str
 ) -> None:
-    """C30: steps 1, 3, 4 and 5 as if step 2 were not there. Scales are powers of two: exact."""
+    """Steps 1, 3, 4 and 5 as if step 2 were not there. Scales are powers of two: exact."""
     with_bad = pools.run(world, _five_steps, 2, micro_steps, policy)
     without = pools.run(world, _five_steps, None, micro_steps, policy)
     assert [result for result, _ in with_bad] == [result for result, _ in without]
@@ -313,7 +313,8 @@ def _steps_in_order(order: str) -> list[tuple[Tensor, Tensor]]:
         nn.Parameter(placed(torch.from_numpy(reference.weights(*shape)).float(), letters, mesh))
         for shape, letters in zip(SHAPES, "010", strict=True)
     ]
-    optimizer = shardmuon.Muon(((f"w{i}", p) for i, p in enumerate(params)), lr=0.02)
+    named = ((f"w{i}", p) for i, p in enumerate(params))
+    optimizer = shardmuon.Muon(named, lr=0.02, ns_dtype=torch.float32)
     scaler = make_scaler(SCALE, growth_interval=2)
     for step in range(STEPS):
         for gradients in _micro_gradients(step):
