@@ -63,7 +63,7 @@ SEVERAL_MESHES = (Piece((10, 8), "0"), Piece((3, 16), "0", time=1.0), SUB)
 
 @pytest.mark.parametrize("max_norm", [1.0, 5.0, 100.0, 0.0, INF])
 def test_c27_several_meshes_give_one_norm_and_one_factor(pools: Worlds, max_norm: float) -> None:
-    """C27. The number is the case's own."""
+    """A number from outside of this code."""
     assert right_norm(SEVERAL_MESHES) == pytest.approx(9.789219, abs=1e-6)
     for norm in pools.run(4, clip, SEVERAL_MESHES, max_norm):
         assert norm == pytest.approx(9.789219, rel=1e-6)
@@ -82,7 +82,7 @@ EXPERTS = (
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, INF])
 def test_c53_expert_replicas_count_once(pools: Worlds, norm_type: float) -> None:
-    """C53: dense weights cut on both axes of a mesh of 2 x 2, experts on one."""
+    """Dense weights cut on both axes of a mesh of 2 x 2, experts on one."""
     right = right_norm(EXPERTS, norm_type)
     for norm in pools.run(4, clip, EXPERTS, 0.5, norm_type):
         assert norm == pytest.approx(right, rel=2e-6)
@@ -102,7 +102,7 @@ def _norms_after_a_step() -> tuple[float, float]:
 
 
 def test_c53_norms_of_parameters_right_after_a_step(pools: Worlds) -> None:
-    """C53: nobody reads a copy that is not there yet."""
+    """Nobody reads a copy that is not there yet."""
     answers = pools.run(4, _norms_after_a_step)
     assert len({right for _, right in answers}) == 1
     for norm, right in answers:
@@ -119,7 +119,7 @@ def _norm_of_twos(letters: str) -> float:
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("letters", ["0", "1", "R", PLAIN])
 def test_c29_the_norm_is_not_that_of_a_shard(pools: Worlds, world: int, letters: str) -> None:
-    """C29. The number is the case's own."""
+    """A number from outside of this code."""
     for norm in pools.run(world, _norm_of_twos, letters):
         assert norm == pytest.approx(11.313708, rel=1e-6)
 
@@ -208,7 +208,7 @@ def _with_less_on_rank_1(kind: str, letters: str, norm_type: float) -> float:
 def test_c58_a_rank_without_gradients_takes_part(
     pools: Worlds, kind: str, letters: str, norm_type: float
 ) -> None:
-    """C58: the norm of rank 0's gradients, on both ranks."""
+    """The norm of rank 0's gradients, on both ranks."""
     held = reference.gradient(10, 8, 0)[: 5 if letters == "0" else 10]
     flat = np.abs(np.concatenate([held, held]))
     right = float(flat.max() if norm_type == INF else np.sqrt((flat**2).sum()))
