@@ -134,9 +134,10 @@ def plan_warnings(plan: Plan) -> list[str]:
     mean = _mean(plan)
     largest = max((matrix for matrix, _ in plan), key=lambda m: m.cost, default=None)
     if largest is not None and largest.cost > 1.001 * mean:
+        hint = ", a team (share_large) may" if largest.may_share and not largest.panel else ""
         lines.append(
             f"warning: {largest.id} alone costs {largest.cost / mean:.2f} times the mean"
-            " load, so it sets the time of a step; more ranks will not help"
+            f" load, so it sets the time of a step; more ranks will not help{hint}"
         )
     idle = [str(rank) for rank, load in plan.loads().items() if load == 0]
     if idle and len(plan):

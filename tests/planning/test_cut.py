@@ -83,6 +83,27 @@ def test_transposed_parts_are_column_ranges() -> None:
     assert cuts[".1"].block(((0, 2), (0, 10))) == Block(0, 3, 0, 2)
 
 
+@given(parameters(), st.integers(1, 4), st.integers(1, 6), st.data())
+def test_panels_cover_their_matrix_once(
+    case: tuple[tuple[int, ...], dict[str, Any]], ranks: int, count: int, data: st.DataObject
+) -> None:
+    shape, keys = case
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    layout = Layout(Mesh(tuple(range(ranks)), (ranks,)), (Split(0, dim),))
+    for _, cut in cut_parameter(shape, **keys):
+        panels = [cut.panel(index, count) for index in range(count)]
+        found = [cell for panel in panels for cell in cells(panel.box)]
+        assert sorted(found) == sorted(cells(cut.box))
+        short = min(cut.rows, cut.cols)
+        assert all(short in (panel.rows, panel.cols) for panel in panels)
+        for panel, rank in product(panels, range(ranks)):
+            box = layout.box(shape, (rank,))
+            block = panel.block(box)
+            assert block.numel == len(cells(box) & cells(panel.box))
+            assert block.row_stop <= panel.rows
+            assert block.col_stop <= panel.cols
+
+
 @pytest.mark.parametrize(
     ("shape", "keys", "text"),
     [
