@@ -25,7 +25,13 @@ from shardmuon.exchange.blocks import (
     local,
     planning_mesh,
 )
-from shardmuon.groups import STRUCTURAL_KEYS, clean_fqn, cuts_of
+from shardmuon.groups import (
+    STRUCTURAL_KEYS,
+    check_parameter,
+    check_settings,
+    clean_fqn,
+    cuts_of,
+)
 from shardmuon.orthogonalize.coefficients import schedule_of
 from shardmuon.planning.cost import newton_schulz_flops
 from shardmuon.planning.layout import Mesh
@@ -37,6 +43,7 @@ __all__ = [
     "Entry",
     "EntryList",
     "Group",
+    "check_devices",
     "compute_device",
     "list_entries",
     "matrices_of",
@@ -117,7 +124,8 @@ def list_entries(groups: Sequence[Group], default_mesh: DeviceMesh | None) -> li
 
 
 def matrices_of(entry: Entry) -> Iterator[Matrix]:
-    """Matrices of a parameter; none for AdamW."""
+    """Matrices of a parameter; none for AdamW. ValueError if its group cannot take it."""
+    check_parameter(entry.fqn, entry.parameter, entry.group)
     if entry.group["algorithm"] not in RULES:
         return
     rule = RULES[entry.group["algorithm"]]
@@ -151,8 +159,11 @@ def matrices_of(entry: Entry) -> Iterator[Matrix]:
 def mesh_parts(plan: Plan | None, entries: Sequence[Entry]) -> tuple[MeshPart, ...]:
     """What each mesh has to agree on, small meshes first, the same order on all ranks.
 
-    Without a plan, parts that agree with no other rank's.
+    Without a plan, parts that agree with no other rank's. With one, raises ValueError if a mesh's
+    parameters are on several devices.
     """
+    if plan is not None:
+        _check_devices(entries)
     by_mesh: dict[Mesh, dict[str, Entry]] = {}
     for entry in entries:
         by_mesh.setdefault(entry.mesh, {})[entry.fqn] = entry
@@ -188,8 +199,31 @@ def compute_device(entry: Entry) -> torch.device:
     return device
 
 
+def check_devices(groups: Sequence[Group], default_mesh: DeviceMesh | None) -> None:
+    """ValueError, with two names, if trainable parameters of one mesh are on several devices."""
+    _check_devices(list_entries(groups, default_mesh))
+
+
+def _check_devices(entries: Sequence[Entry]) -> None:
+    """One header and one answer serve all parameters of a mesh, on one device."""
+    first: dict[Mesh, tuple[str, torch.device]] = {}
+    for entry in entries:
+        device = compute_device(entry)
+        name, other = first.setdefault(entry.mesh, (entry.fqn, device))
+        if device != other:
+            raise ValueError(
+                f"{name} is on {other} and {entry.fqn} on {device}; parameters of one mesh, or of"
+                " one process without a mesh, must be on one device: use an optimizer for each"
+            )
+
+
 def structure_of(group: Group) -> tuple[str, str]:
-    """Text of what in a group a plan depends on: settings of the work, and cuts."""
+    """Text of what in a group a plan depends on: settings of the work, and cuts.
+
+    Every step asks for it, so it is also where settings that anyone may have changed since are
+    looked at: the ranks are told of a ValueError here before they exchange anything.
+    """
+    check_settings(group, wait=False)
     return _settings(group), str([group.get(key) for key in STRUCTURAL_KEYS])
 
 

@@ -1,30 +1,36 @@
 """Parameter groups: their keys, defaults and validation.
 
-Owns what a group dict may hold for each algorithm. Looks at values and at parameters' shapes and
-dtypes, never at placements (planning refuses those), and changes no tensor.
+Owns what a group dict may hold for each algorithm; the ranges themselves are those of `limits`.
+Looks at values and at parameters' shapes and dtypes, never at placements (planning refuses those),
+and changes no tensor.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from shardmuon.orthogonalize.coefficients import KELLER, PRESETS, schedule_of
-from shardmuon.orthogonalize.newton_schulz import METHODS
+from shardmuon import limits
+from shardmuon.limits import advice, choices, range_of, show
+from shardmuon.orthogonalize.coefficients import KELLER, schedule_of
 from shardmuon.planning.cut import Cut, cut_parameter
 from shardmuon.planning.matrix import AUTO
 
 __all__ = [
     "ADAMW",
     "MUON",
+    "OTHER_RULES",
+    "STATE",
     "STRUCTURAL_KEYS",
-    "check_group",
+    "check_keys",
+    "check_parameter",
+    "check_settings",
     "clean_fqn",
     "complete_group",
     "cuts_of",
@@ -36,7 +42,12 @@ MUON, ADAMW = "muon", "adamw"
 STRUCTURAL_KEYS = ("algorithm", "split_sizes", "num_heads", "transposed", "flatten")
 """Keys that say what a group is; compared on load, never taken from a file."""
 
-NS_DTYPES = (None, torch.float32, torch.bfloat16)
+STATE = {MUON: {"momentum_buffer"}, ADAMW: {"step", "exp_avg", "exp_avg_sq"}}
+"""Keys of a parameter's state under each algorithm."""
+
+NS_DTYPES = tuple(getattr(torch, name) for name in choices(limits.NsDtype))
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Of parameters and momentum; torch does not compute with narrower ones."""
 
 MUON_DEFAULTS: dict[str, Any] = {
     "lr": 1e-3,
@@ -65,6 +76,8 @@ ADAMW_DEFAULTS: dict[str, Any] = {
 # Keys of torch itself and of its schedulers, some of which look like misspelt ones.
 _FRAMEWORK_KEYS = ("params", "param_names", "algorithm", "mesh", "max_momentum", "base_momentum")
 _KEYS = {MUON: MUON_DEFAULTS, ADAMW: ADAMW_DEFAULTS}
+OTHER_RULES = {"amsgrad": True, "maximize": True, "decoupled_weight_decay": False}
+"""Keys of torch's optimizers, and with which value they ask for a rule that is not here."""
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
 
 
@@ -89,45 +102,63 @@ def plain(value: Any) -> Any:
 
 def complete_group(group: Mapping[str, Any], muon_defaults: Mapping[str, Any]) -> dict[str, Any]:
     """`group` with the keys it does not give: Muon's from the constructor, AdamW's from torch."""
-    algorithm = group.get("algorithm", MUON)
-    if algorithm not in _KEYS:
-        raise ValueError(f"group key algorithm must be one of {sorted(_KEYS)}, got {algorithm!r}")
+    algorithm = _known(group.get("algorithm", MUON))
     defaults = {**MUON_DEFAULTS, **muon_defaults} if algorithm == MUON else ADAMW_DEFAULTS
-    for key in group:
-        _check_key(key, algorithm)
+    check_keys(group, algorithm)
     return {"algorithm": algorithm, **{key: defaults[key] for key in _KEYS[algorithm]}, **group}
 
 
-def _check_key(key: str, algorithm: str) -> None:
-    """Refuse keys of the other algorithm and misspelt ones; frameworks may add their own."""
-    own = _KEYS[algorithm]
-    if key in own or key in _FRAMEWORK_KEYS:
-        return
-    other = _KEYS[ADAMW if algorithm == MUON else MUON]
-    if key in other:
-        raise ValueError(f"group key {key} does not belong to algorithm {algorithm!r}")
-    near = difflib.get_close_matches(key, own, n=1, cutoff=0.8)
-    if near:
-        raise ValueError(f"unknown group key {key}: did you mean {near[0]}?")
+def _known(algorithm: object) -> str:
+    """`algorithm`, if it is the name of one."""
+    if not isinstance(algorithm, str) or algorithm not in _KEYS:
+        raise ValueError(
+            f"group key algorithm must be one of {sorted(_KEYS)}, got {show(algorithm)}"
+            f"{advice(algorithm, _KEYS)}"
+        )
+    return algorithm
 
 
-def check_group(group: Mapping[str, Any], names: list[str]) -> None:
-    """ValueError naming the field and its value if anything in `group` is out of range.
+def check_keys(group: Mapping[str, Any], algorithm: str) -> None:
+    """Refuse keys of the other algorithm and misspelt ones; frameworks may add their own.
 
-    names: one per parameter, used in messages.
+    Refused too are keys of torch under which it would compute something that we do not.
     """
-    checks = _MUON_CHECKS if group["algorithm"] == MUON else _ADAMW_CHECKS
-    for key, (allowed, is_valid) in checks.items():
+    own, other = _KEYS[algorithm], _KEYS[ADAMW if algorithm == MUON else MUON]
+    for key, value in group.items():
+        if key in own or key in _FRAMEWORK_KEYS:
+            continue
+        if not isinstance(key, str):
+            raise ValueError(f"group keys must be text, got {show(key)}")
+        if key in other:
+            raise ValueError(f"group key {key} does not belong to algorithm {algorithm!r}")
+        if key in OTHER_RULES and isinstance(value, int) and bool(value) is OTHER_RULES[key]:
+            raise ValueError(f"{key}={show(value)} is not supported")
+        near = difflib.get_close_matches(key, own, n=1, cutoff=0.8)
+        if near:
+            raise ValueError(f"unknown group key {show(key)}: did you mean {near[0]}?")
+
+
+def check_settings(group: Mapping[str, Any], *, wait: bool = True) -> None:
+    """ValueError naming the field and its value if a setting in `group` is out of range.
+
+    wait: also look at numbers that are on a GPU, which waits for it.
+    """
+    algorithm = _known(group.get("algorithm"))
+    for key, (allowed, is_valid, names) in _CHECKS[algorithm].items():
+        if key not in group:
+            raise ValueError(
+                f"a group lacks {key}, a key of algorithm {algorithm!r}; groups keep their"
+                " algorithm and their keys"
+            )
         value = group[key]
-        if not is_valid(value):
-            raise ValueError(f"{key} must be {allowed}, got {value!r}")
-    if group["algorithm"] == MUON:
+        if not is_valid(value, wait):
+            near = advice(value, names)
+            raise ValueError(f"{key} must be {allowed}, got {show(value)}{near}")
+    if algorithm == MUON:
         try:
             schedule_of(group["ns_coefficients"], group["ns_steps"])
         except ValueError as error:
             raise ValueError(f"ns_coefficients and ns_steps do not fit: {error}") from None
-    for name, parameter in zip(names, group["params"], strict=True):
-        _check_parameter(name, parameter, group)
 
 
 def cuts_of(parameter: Tensor, group: Mapping[str, Any]) -> list[tuple[str, Cut]]:
@@ -141,10 +172,14 @@ def cuts_of(parameter: Tensor, group: Mapping[str, Any]) -> list[tuple[str, Cut]
     )
 
 
-def _check_parameter(name: str, parameter: Tensor, group: Mapping[str, Any]) -> None:
-    if not parameter.is_floating_point():
+def check_parameter(name: str, parameter: Tensor, group: Mapping[str, Any]) -> None:
+    """ValueError, with `name`, if the group's algorithm cannot take this parameter."""
+    if is_lazy(parameter):
+        raise ValueError(f"{name} has no shape yet; run the model once before")
+    if parameter.dtype not in FLOATS:
         raise ValueError(
-            f"{name} has dtype {parameter.dtype}; only real floating point is supported"
+            f"{name} has dtype {parameter.dtype}; only real floating point is supported:"
+            f" {', '.join(map(str, FLOATS))}"
         )
     if parameter.layout != torch.strided:
         raise ValueError(f"{name} has layout {parameter.layout}; only strided is supported")
@@ -157,82 +192,106 @@ def _check_parameter(name: str, parameter: Tensor, group: Mapping[str, Any]) -> 
             ) from None
 
 
-def _number(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+Check = tuple[str, Callable[[Any, bool], bool], Sequence[str]]
+"""(what is allowed, whether a value is, names among it). The bool is `wait` of `check_settings`."""
 
 
-def _at_least_zero(value: Any) -> bool:
-    return _number(value) and bool(value >= 0)
+def _in_range(hint: Any, value: Any, wait: bool) -> bool:
+    """Whether a number, or a one-element tensor of a real number, is in the range of `hint`."""
+    if type(value) in (Tensor, nn.Parameter):
+        if value.numel() != 1 or value.is_meta or value.is_complex() or value.dtype == torch.bool:
+            return False
+        if not wait and not value.is_cpu:
+            return True
+        value = value.item()
+    return range_of(hint).holds(value)
 
 
-def _fraction(value: Any) -> bool:
-    return _number(value) and 0 <= value < 1
-
-
-def _triple(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 3 and all(map(_number, value))
-
-
-def _coefficients(value: Any) -> bool:
-    if isinstance(value, str):
-        return value in PRESETS
-    return _triple(value) or (
-        isinstance(value, (tuple, list)) and len(value) > 0 and all(map(_triple, value))
+def _numbers(hint: Any, count: int, value: Any, wait: bool) -> bool:
+    """Whether `value` lists `count` such numbers."""
+    return (
+        isinstance(value, (tuple, list))
+        and len(value) == count
+        and all(_in_range(hint, each, wait) for each in value)
     )
 
 
-def _steps(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 100
+def _coefficients(value: Any, wait: bool) -> bool:
+    if isinstance(value, str):
+        return value in choices(limits.Preset)
+    triple = functools.partial(_numbers, limits.Finite, 3, wait=wait)
+    if not isinstance(value, (tuple, list)):
+        return False
+    return triple(value) or (len(value) > 0 and all(map(triple, value)))
 
 
-def _betas(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_fraction, value))
+def _count(value: Any) -> bool:
+    return range_of(limits.Count).holds(value)
 
 
-def _sizes(value: Any) -> bool:
+def _sizes(value: Any, wait: bool) -> bool:
     if value is None:
         return True
     return isinstance(value, (tuple, list)) and len(value) > 0 and all(map(_count, value))
 
 
-def _count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _number(hint: Any) -> Check:
+    return range_of(hint).describe(), functools.partial(_in_range, hint), ()
 
 
-def _float_dtype(value: Any) -> bool:
-    return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
+def _or_none(check: Check) -> Check:
+    allowed, is_valid, names = check
+    return f"None or {allowed}", lambda value, wait: value is None or is_valid(value, wait), names
 
 
-Check = tuple[str, Callable[[Any], bool]]
+def _name(hint: Any) -> Check:
+    names = choices(hint)
+    return f"one of {names}", lambda value, wait: isinstance(value, str) and value in names, names
+
+
+def _dtype(dtypes: Sequence[torch.dtype]) -> Check:
+    allowed = f"one of {', '.join(map(str, dtypes))}"
+    return allowed, lambda value, wait: isinstance(value, torch.dtype) and value in dtypes, ()
+
+
+_BOOL: Check = ("a bool", lambda value, wait: isinstance(value, bool), ())
 
 _MUON_CHECKS: dict[str, Check] = {
-    "lr": ("a number >= 0", _at_least_zero),
-    "weight_decay": ("a number >= 0", _at_least_zero),
-    "momentum": ("a number in [0, 1)", _fraction),
-    "nesterov": ("a bool", lambda value: isinstance(value, bool)),
+    "lr": _number(limits.NotNegative),
+    "weight_decay": _number(limits.NotNegative),
+    "momentum": _number(limits.Decay),
+    "nesterov": _BOOL,
     "ns_coefficients": (
-        f"three numbers (a, b, c), a list of such, or one of {sorted(PRESETS)}",
+        f"three numbers (a, b, c) {range_of(limits.Finite)}, a list of such, or one of"
+        f" {choices(limits.Preset)}",
         _coefficients,
+        choices(limits.Preset),
     ),
-    "eps": ("None or a number >= 0", lambda value: value is None or _at_least_zero(value)),
-    "ns_steps": ("an integer from 1 to 99", _steps),
-    "ns_method": (f"one of {(AUTO, *METHODS)}", lambda value: value in (AUTO, *METHODS)),
-    "adjust_lr_fn": (
-        "None, 'original' or 'match_rms_adamw'",
-        lambda value: value in (None, "original", "match_rms_adamw"),
+    "eps": _or_none(_number(limits.NormFloor)),
+    "ns_steps": (
+        range_of(limits.NsSteps).describe(),
+        lambda value, wait: range_of(limits.NsSteps).holds(value),
+        (),
     ),
-    "ns_dtype": (f"one of {NS_DTYPES}", lambda value: value in NS_DTYPES),
-    "momentum_dtype": ("None or a floating dtype", _float_dtype),
-    "split_sizes": ("None or a list of integers above 0", _sizes),
-    "num_heads": ("None or an integer above 0", lambda value: value is None or _count(value)),
-    "transposed": ("a bool", lambda value: isinstance(value, bool)),
-    "flatten": ("a bool", lambda value: isinstance(value, bool)),
+    "ns_method": _name(limits.Method),
+    "adjust_lr_fn": _or_none(_name(limits.AdjustLr)),
+    "ns_dtype": _or_none(_dtype(NS_DTYPES)),
+    "momentum_dtype": _or_none(_dtype(FLOATS)),
+    "split_sizes": ("None or a list of whole numbers above 0", _sizes, ()),
+    "num_heads": _or_none(
+        (range_of(limits.Count).describe(), lambda value, wait: _count(value), ())
+    ),
+    "transposed": _BOOL,
+    "flatten": _BOOL,
 }
 _ADAMW_CHECKS: dict[str, Check] = {
-    "lr": ("a number >= 0", _at_least_zero),
-    "betas": ("two numbers in [0, 1)", _betas),
-    "eps": ("a number >= 0", _at_least_zero),
-    "weight_decay": ("a number >= 0", _at_least_zero),
+    "lr": _number(limits.NotNegative),
+    "betas": (
+        f"two numbers, each {range_of(limits.Decay).describe()}",
+        functools.partial(_numbers, limits.Decay, 2),
+        (),
+    ),
+    "eps": _number(limits.NotNegative),
+    "weight_decay": _number(limits.NotNegative),
 }
+_CHECKS = {MUON: _MUON_CHECKS, ADAMW: _ADAMW_CHECKS}

@@ -7,7 +7,7 @@ change. How a step is planned, exchanged and run is the engine's; what it comput
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -17,24 +17,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, ParamsT, StateDict
 
 from shardmuon.engine import Engine, StepStats
-from shardmuon.entries import parameter_names
+from shardmuon.entries import check_devices, parameter_names
 from shardmuon.exchange.blocks import as_device_mesh, local
 from shardmuon.groups import (
     ADAMW,
     ADAMW_DEFAULTS,
     MUON,
     MUON_DEFAULTS,
-    STRUCTURAL_KEYS,
-    check_group,
+    check_parameter,
+    check_settings,
     complete_group,
-    plain,
 )
+from shardmuon.limits import show
 from shardmuon.orthogonalize.coefficients import KELLER, Coefficients
 from shardmuon.planning.matrix import AUTO
 from shardmuon.planning.plan import Plan
 from shardmuon.rules import RULES
 from shardmuon.rules.adamw import init_adamw_state
 from shardmuon.runtime import Runtime
+from shardmuon.state_dicts import check_state_dict, counter, momentum_casts
 
 __all__ = ["Muon", "StepStats"]
 
@@ -81,7 +82,12 @@ class Muon(Optimizer):
 
     Raises:
         ValueError: a value out of range, a misspelt key, or a parameter that the group's algorithm
-            cannot take; the message names it.
+            cannot take, that is given twice or lies on another device; the message names it.
+        TypeError: an unknown argument, or something that is no tensor among the parameters.
+
+    Settings are checked here, by `add_param_group` and `load_state_dict` before they change
+    anything, and again in each step, because anyone may write into `param_groups`; there a tensor
+    on a GPU is not read.
 
     All ranks of a mesh must call ``step`` together, with the same parameters. Everything else,
     state dicts included, is local.
@@ -119,8 +125,8 @@ class Muon(Optimizer):
             "momentum_dtype": momentum_dtype,
         }
         if not isinstance(runtime, Runtime):
-            raise ValueError(f"runtime must be a shardmuon.Runtime, got {runtime!r}")
-        check_group({**MUON_DEFAULTS, "algorithm": MUON, "params": [], **defaults}, [])
+            raise ValueError(f"runtime must be a shardmuon.Runtime, got {show(runtime)}")
+        check_settings({**MUON_DEFAULTS, "algorithm": MUON, **defaults})
         self._engine = Engine(runtime, as_device_mesh(mesh))
         super().__init__(params, defaults)
 
@@ -195,8 +201,14 @@ class Muon(Optimizer):
     # -- groups and state -----------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group and make its state; see the class for its keys. No collective."""
-        group = complete_group({**param_group, "params": _listed(param_group)}, self.defaults)
+        """Add a group and make its state; see the class for its keys. No collective.
+
+        Raises what the class does, with nothing added.
+        """
+        given = _checked(param_group)
+        group = complete_group(given, self.defaults)
+        _check_names(given)
+        _check_new(given["params"], self.param_groups)
         super().add_param_group(group)
         try:
             # The base class fills in the constructor's defaults, which are Muon's.
@@ -205,12 +217,15 @@ class Muon(Optimizer):
                     del group[key]
             as_device_mesh(group.get("mesh"))
             names = parameter_names(self.param_groups)
-            check_group(group, names[-1])
+            check_settings(group)
+            for name, parameter in zip(names[-1], group["params"], strict=True):
+                check_parameter(name, parameter, group)
             _check_unique([name for names_of_group in names for name in names_of_group])
-        except ValueError:
+            check_devices(self.param_groups, self._engine.default_mesh)
+            self._reconcile_state()
+        except Exception:
             self.param_groups.pop()
             raise
-        self._reconcile_state()
 
     def state_dict(self) -> StateDict:
         """As torch's: integer keys, this rank's shards. Local, and changes nothing."""
@@ -227,11 +242,14 @@ class Muon(Optimizer):
         Settings such as lr come from `state_dict`; keys that it does not have keep their values.
         Names stay, and momentum keeps the dtype it has here; a cast is a warning. Raises
         ValueError, with nothing changed, if a group's algorithm or the way in which its parameters
-        are cut differs, if the state dict has no settings for it, or if state does not fit.
+        are cut differs, if the state dict has no settings for it or settings that are out of range,
+        or if state does not fit: other kinds, shapes or placements, or of parameters in no group.
         """
         self._reconcile_state()
-        _check_structure(self.param_groups, state_dict["param_groups"])
-        _check_state(self.param_groups, state_dict)
+        check_state_dict(self.param_groups, state_dict)
+        if casts := momentum_casts(self.param_groups, state_dict):
+            # Before anything is changed: a warning may be made an error.
+            warnings.warn(f"momentum was cast from {', '.join(casts)}", stacklevel=2)
         before = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, old in zip(self.param_groups, before, strict=True):
@@ -240,6 +258,8 @@ class Muon(Optimizer):
             for key, value in old.items():
                 group.setdefault(key, value)
         self._restore_dtypes(state_dict)
+        for parameter in [p for p, state in self.state.items() if not state]:
+            del self.state[parameter]  # it starts anew
         self._reconcile_state()
         self._engine.forget()
 
@@ -253,22 +273,17 @@ class Muon(Optimizer):
 
     def _restore_dtypes(self, state_dict: StateDict) -> None:
         """Undo the base class's cast to the parameter's dtype: it costs fp32 momentum its bits."""
-        casts: set[str] = set()
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, key in zip(group["params"], saved["params"], strict=True):
                 loaded = self.state.get(parameter, {})
                 if "momentum_buffer" in loaded:
                     value = state_dict["state"][key]["momentum_buffer"]
                     dtype = group["momentum_dtype"] or parameter.dtype
-                    if value.dtype != dtype:
-                        casts.add(f"{value.dtype} to {dtype}")
                     moved = value.to(device=loaded["momentum_buffer"].device, dtype=dtype)
                     loaded["momentum_buffer"] = moved.clone() if moved is value else moved
-                if "step" in loaded and isinstance(loaded["step"], Tensor):
-                    counter = init_adamw_state(local(parameter))["step"]
-                    loaded["step"] = counter.copy_(loaded["step"])
-        if casts:
-            warnings.warn(f"momentum was cast from {', '.join(sorted(casts))}", stacklevel=3)
+                if "step" in loaded:
+                    place = init_adamw_state(local(parameter))["step"]
+                    loaded["step"] = place.copy_(counter(loaded["step"]))
 
     def _reconcile_state(self) -> None:
         """Make state for trainable parameters without it; drop that of parameters in no group.
@@ -302,56 +317,57 @@ def _initial_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor
     return RULES[group["algorithm"]].init_state(parameter, group)
 
 
-def _listed(param_group: dict[str, Any]) -> list[Any]:
-    """The group's parameters (or named parameters) as a list without duplicates."""
+def _checked(param_group: Any) -> dict[str, Any]:
+    """The group with its parameters, or (name, parameter) pairs, as a list of nothing else."""
+    if not isinstance(param_group, Mapping):
+        raise TypeError(f"a parameter group must be a dict, got {show(param_group)}")
+    if "params" not in param_group:
+        raise ValueError(f"a parameter group needs the key 'params', got {show(list(param_group))}")
     params = param_group["params"]
     if isinstance(params, Tensor):
-        return [params]
-    if not isinstance(params, Iterable) or isinstance(params, (set, str)):
+        params = [params]
+    if not isinstance(params, Iterable) or isinstance(params, (set, frozenset, str, Mapping)):
         raise ValueError(f"params must be an ordered iterable of tensors, got {type(params)}")
     listed = list(params)
-    tensors = [each[1] if isinstance(each, tuple) else each for each in listed]
-    if len({id(tensor) for tensor in tensors}) < len(tensors):
-        raise ValueError("params of a group name the same parameter twice")
-    return listed
+    for each in listed:
+        pair = isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str)
+        if not isinstance(each[1] if pair else each, Tensor):
+            raise TypeError(f"params must be tensors or (name, tensor) pairs, got {show(each)}")
+    return {**param_group, "params": listed}
+
+
+def _check_new(listed: Sequence[Any], groups: Sequence[dict[str, Any]]) -> None:
+    """Refuse a parameter that is listed twice or is in a group already, by its names."""
+    seen = {
+        parameter: name
+        for group, names in zip(groups, parameter_names(groups), strict=True)
+        for parameter, name in zip(group["params"], names, strict=True)
+    }
+    for position, each in enumerate(listed):
+        name, parameter = each if isinstance(each, tuple) else (f"{len(groups)}.{position}", each)
+        if parameter in seen:
+            raise ValueError(
+                f"the same parameter is given twice, as {seen[parameter]} and as {name}; tied"
+                " weights and groups that overlap must name it once"
+            )
+        seen[parameter] = name
+
+
+def _check_names(group: Mapping[str, Any]) -> None:
+    """Refuse names, which may have come as a key of their own, that are not one per parameter."""
+    names, count = group.get("param_names", []), len(group["params"])
+    if "param_names" not in group:
+        return
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"param_names must be a list of text, got {show(names)}")
+    if len(names) != count:
+        raise ValueError(f"param_names has {len(names)} names for {count} parameters")
 
 
 def _check_unique(names: Sequence[str]) -> None:
     if len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"parameter names must be unique, given twice: {', '.join(twice[:8])}")
-
-
-def _check_structure(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> None:
-    """Refuse a file whose groups are of another kind; torch's own files do not say theirs."""
-    for number, (group, other) in enumerate(zip(groups, saved, strict=False)):
-        if not other.keys() - {"params"}:
-            raise ValueError(
-                f"the state dict has no settings for group {number}: torch cannot split a saved"
-                " group in the nested form; use"
-                " StateDictOptions(flatten_optimizer_state_dict=True), or shardmuon.checkpoint"
-            )
-        theirs = {"algorithm": ADAMW if "betas" in other else MUON, **other}
-        for key in STRUCTURAL_KEYS:
-            here, there = group.get(key), theirs.get(key, group.get(key))
-            if plain(there) != plain(here):
-                raise ValueError(f"group {number} has {key}={here!r}, the state dict {there!r}")
-
-
-def _check_state(groups: Sequence[dict[str, Any]], state_dict: StateDict) -> None:
-    """Refuse state of another shape, and what torch's flat form puts in for state it lacks."""
-    saved_groups = state_dict["param_groups"]
-    for group, names, saved in zip(groups, parameter_names(groups), saved_groups, strict=False):
-        for parameter, name, key in zip(group["params"], names, saved["params"], strict=False):
-            for kind, value in state_dict["state"].get(key, {}).items():
-                if isinstance(value, dict):
-                    raise ValueError(f"the state dict has no {kind} of {name}")
-                shape = value.shape if isinstance(value, Tensor) else ()
-                if kind != "step" and shape != parameter.shape:
-                    raise ValueError(
-                        f"{kind} of {name} has shape {tuple(shape)} in the state dict, the"
-                        f" parameter {tuple(parameter.shape)}"
-                    )
 
 
 def _is_nonzero(value: Tensor) -> bool:

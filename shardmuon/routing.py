@@ -13,8 +13,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from shardmuon.groups import ADAMW, MUON, clean_fqn
+from shardmuon.groups import ADAMW, MUON, check_settings, clean_fqn, complete_group
+from shardmuon.limits import advice, show
 from shardmuon.planning.report import table
 
 __all__ = ["ParamGroups", "Routed", "param_groups"]
@@ -76,14 +78,17 @@ def param_groups(
     muon, adamw: group keys for either kind. to_muon, to_adamw: patterns (`*` and `?`, as in
     `fnmatch`) on parameter names without wrapper prefixes; they override the default rule.
 
-    Raises ValueError if a pattern matches nothing, if a parameter matches both kinds, if a
-    parameter that is not a matrix is sent to Muon, or if no parameter at all takes Muon.
+    Raises ValueError if a group key or its value is refused, if a pattern matches nothing, if a
+    parameter matches both kinds, if a parameter that is not a matrix is sent to Muon, or if no
+    parameter at all takes Muon; TypeError if an argument is of another kind.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {show(model)}")
+    _check_keys("muon", muon, MUON)
+    _check_keys("adamw", adamw, ADAMW)
     uses = _uses(model)
-    names = [name for name, _ in uses.values()]
-    for pattern in (*to_muon, *to_adamw):
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"pattern {pattern!r} matches no parameter")
+    _check_patterns("to_muon", to_muon, uses)
+    _check_patterns("to_adamw", to_adamw, uses)
     routed: list[Routed] = []
     groups: dict[Kind, list[tuple[str, Tensor]]] = {}
     for parameter, (name, modules) in uses.items():
@@ -100,6 +105,34 @@ def param_groups(
             " FSDP1 parameters have none); name matrices with to_muon=[...]"
         )
     return ParamGroups(_group_dicts(groups, muon or {}, adamw or {}), routed)
+
+
+def _check_keys(argument: str, keys: object, algorithm: str) -> None:
+    """Refuse group keys that `Muon` would refuse, and those that are made here."""
+    if keys is None:
+        return
+    if not isinstance(keys, Mapping):
+        raise TypeError(f"{argument} must be a dict of group keys, got {show(keys)}")
+    for key in ("params", "param_names", "algorithm"):
+        if key in keys:
+            raise ValueError(f"{argument} may not have the key {key}: param_groups makes it")
+    try:
+        check_settings(complete_group({**keys, "algorithm": algorithm}, {}))
+    except ValueError as error:
+        raise ValueError(f"{argument}: {error}") from None
+
+
+def _check_patterns(argument: str, patterns: object, uses: Mapping[Tensor, Use]) -> None:
+    """Refuse patterns that match nothing; a string would be taken letter by letter."""
+    if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+        raise TypeError(f"{argument} must be a list of patterns, got {show(patterns)}")
+    names = [name for name, _ in uses.values()]
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{argument} must be a list of patterns, one is {show(pattern)}")
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = advice(pattern, names)
+            raise ValueError(f"pattern {show(pattern)} matches no parameter ({argument}){near}")
 
 
 Kind = tuple[str, bool, bool]
@@ -135,6 +168,8 @@ def _uses(model: nn.Module) -> dict[Tensor, Use]:
         for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter.requires_grad:
                 name = clean_fqn(f"{prefix}.{own}" if prefix else own)
+                if is_lazy(parameter):
+                    raise ValueError(f"{name} has no shape yet; run the model once before")
                 uses.setdefault(parameter, (name, []))[1].append((prefix, module))
     return uses
 

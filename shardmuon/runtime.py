@@ -5,8 +5,11 @@ Owns `Runtime`, which is also the YAML section `optimizer.runtime`. Torch-free.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_type_hints
+
+from shardmuon.limits import Bytes, Seconds, advice, choices, describe, fits, show
 
 __all__ = ["Runtime"]
 
@@ -15,14 +18,6 @@ MissingGrad = Literal["error", "zero"]
 NonFinite = Literal["error", "skip", "allow"]
 Overlap = Literal["none", "backward"]
 Replicas = Literal["auto", "once", "repeat"]
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "exchange": get_args(Exchange),
-    "missing_grad": get_args(MissingGrad),
-    "nonfinite": get_args(NonFinite),
-    "overlap": get_args(Overlap),
-    "replicas": get_args(Replicas),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,32 +48,30 @@ class Runtime:
     """
 
     exchange: Exchange = "auto"
-    bucket_bytes: int | None = None
+    bucket_bytes: Bytes | None = None
     deterministic: bool = False
     missing_grad: MissingGrad = "error"
     nonfinite: NonFinite = "error"
     overlap: Overlap = "none"
     replicas: Replicas = "auto"
     share_large: bool = False
-    timeout_s: float | None = None
+    timeout_s: Seconds | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in _CHOICES.items():
+        for name, hint in _hints().items():
             value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(f"runtime.{name} must be one of {allowed}, got {value!r}")
-        size = self.bucket_bytes
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
-            raise ValueError(f"runtime.bucket_bytes must be an integer or None, got {size!r}")
-        if size is not None and size < 1:
-            raise ValueError(f"runtime.bucket_bytes must be at least 1, got {size}")
-        for name in ("deterministic", "share_large"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"runtime.{name} must be a bool, got {getattr(self, name)!r}")
+            if not fits(hint, value):
+                near = advice(value, choices(hint))
+                raise ValueError(
+                    f"runtime.{name} must be {describe(hint)}, got {show(value)}{near}"
+                )
         if self.deterministic and self.share_large:
             raise ValueError(
                 "runtime.share_large does not go with runtime.deterministic, which promises bits"
                 " that do not depend on the number of ranks"
             )
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ValueError(f"runtime.timeout_s must be above 0 or None, got {self.timeout_s}")
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    return get_type_hints(Runtime, include_extras=True)

@@ -26,14 +26,14 @@ from shardmuon.checkpoint.torch_forms import (
 )
 from shardmuon.entries import parameter_names
 from shardmuon.exchange.blocks import local
-from shardmuon.groups import ADAMW, MUON, STRUCTURAL_KEYS, clean_fqn
+from shardmuon.groups import ADAMW, MUON, STATE, STRUCTURAL_KEYS, clean_fqn
 from shardmuon.muon import Muon
 from shardmuon.orthogonalize.coefficients import schedule_of
+from shardmuon.state_dicts import counter
 
 __all__ = ["from_torch", "to_torch"]
 
 _CLASSES: dict[str, Callable[..., Optimizer]] = {MUON: torch.optim.Muon, ADAMW: torch.optim.AdamW}
-_STATE = {MUON: {"momentum_buffer"}, ADAMW: {"step", "exp_avg", "exp_avg_sq"}}
 
 
 class _Members(NamedTuple):
@@ -215,7 +215,7 @@ class _Changes:
             return  # the file's settings belong to its parameters
         self._settings.append((group, settings_for(label, group, fqns, saved)))
         for fqn, parameter, each in zip(fqns, group["params"], saved, strict=True):
-            expected = _STATE[group["algorithm"]]
+            expected = STATE[group["algorithm"]]
             if each.state and each.state.keys() != expected:
                 raise ValueError(
                     f"{label}: {fqn} has state {sorted(each.state)}, expected {sorted(expected)}"
@@ -252,9 +252,8 @@ class _Changes:
 
 
 def _counter(name: str, value: Any) -> Tensor:
-    """A step counter as a tensor []; in torch's older files it is a number."""
-    if isinstance(value, int | float):
-        return torch.tensor(float(value))
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        raise ValueError(f"{name} must be one number, got {value!r}")
-    return local(value).reshape(())
+    """A step counter as a tensor []."""
+    try:
+        return counter(value)
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from None

@@ -18,7 +18,16 @@ from torch.optim.optimizer import StateDict
 from shardmuon.checkpoint.contents import some
 from shardmuon.exchange import collectives
 from shardmuon.exchange.blocks import layout_of, local
-from shardmuon.groups import ADAMW, MUON, STRUCTURAL_KEYS, check_group, clean_fqn, plain
+from shardmuon.groups import (
+    ADAMW,
+    MUON,
+    OTHER_RULES,
+    STRUCTURAL_KEYS,
+    check_keys,
+    check_settings,
+    clean_fqn,
+    plain,
+)
 
 __all__ = ["OURS", "Saved", "match", "own_part", "read", "settings_for", "split"]
 
@@ -26,8 +35,6 @@ OURS = (*STRUCTURAL_KEYS, "ns_dtype", "ns_method", "momentum_dtype", "mesh")
 """Group keys that torch does not have: neither written nor taken."""
 _NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Not taken either: who is in the group, and by which kernel torch computes."""
-_OTHER_RULES = {"amsgrad": True, "maximize": True, "decoupled_weight_decay": False}
-"""Settings under which torch computes what we do not (the last is Adam's); else not taken."""
 _CLASSES = {MUON: ("ns_coefficients", "torch.optim.Muon"), ADAMW: ("betas", "torch.optim.AdamW")}
 """A group key by which a class is known. SGD too has a `momentum_buffer`, but it holds a sum."""
 
@@ -124,10 +131,11 @@ def settings_for(
                     " one group here"
                 )
     _check_rule(f"{label}: {fqns[0]}", group, theirs)
-    dropped = (*OURS, *_OTHER_RULES)
+    dropped = (*OURS, *OTHER_RULES)
     settings = {key: copy.deepcopy(v) for key, v in theirs.items() if key not in dropped}
     try:
-        check_group({**group, **settings}, list(fqns))
+        check_keys(settings, group["algorithm"])
+        check_settings({**group, **settings})
     except ValueError as error:
         raise ValueError(f"{label}: {fqns[0]}: {error}") from None
     return settings
@@ -138,7 +146,7 @@ def _check_rule(name: str, group: Mapping[str, Any], theirs: Mapping[str, Any]) 
     key, class_name = _CLASSES[group["algorithm"]]
     if key not in theirs:
         raise ValueError(f"{name} is in a group with {sorted(theirs)}, not that of {class_name}")
-    for key, value in _OTHER_RULES.items():
+    for key, value in OTHER_RULES.items():
         if key in theirs and bool(theirs[key]) is value:
             raise ValueError(f"{name} has {key}={value}, which is not supported")
     for key in STRUCTURAL_KEYS:

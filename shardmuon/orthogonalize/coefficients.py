@@ -7,7 +7,6 @@ anew. `python -m tests.orthogonalize.restarts` is the search that found the latt
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -138,10 +137,11 @@ def _cautious(triples: tuple[Triple, ...]) -> tuple[int, ...]:
     The last step of a segment does not count, because R is not used after it.
     """
     segments: list[int] = []
-    growth = math.inf  # the first step starts a segment
+    growth = 1.0
     for number in range(len(triples)):
-        growth *= triples[number - 1][0] ** 2
-        if growth > MOST_GROWTH or segments[-1] == MOST_STEPS:
+        steepest = triples[number - 1][0]
+        growth *= steepest * steepest  # ** raises where this is inf
+        if not segments or growth > MOST_GROWTH or segments[-1] == MOST_STEPS:
             segments.append(0)
             growth = 1.0
         segments[-1] += 1

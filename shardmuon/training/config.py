@@ -1,6 +1,7 @@
 """The configuration of a training run: one tree of frozen dataclasses, equal to one YAML file.
 
-Owns every key, its type, range, default and meaning (the class docstrings are the reference page).
+Owns every key, its type, default and meaning (the class docstrings are the reference page); ranges
+that other parts share are those of `shardmuon.limits`.
 Must not read files (`load.py` does), must not import torch, and changes no value in silence.
 A word used below: *sequence* is one training sample of `data.sequence_length` tokens.
 """
@@ -10,17 +11,25 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from shardmuon.runtime import Runtime
-from shardmuon.training.ranges import (
+from shardmuon.limits import (
+    AdjustLr,
     Count,
     CountOrZero,
     Decay,
+    Finite,
     Fraction,
+    Method,
+    NormFloor,
     NotNegative,
+    NsDtype,
+    NsSteps,
     Positive,
+    Preset,
     Range,
-    Section,
+    Seconds,
 )
+from shardmuon.runtime import Runtime
+from shardmuon.training.ranges import Section
 
 __all__ = [
     "Accumulation",
@@ -135,14 +144,12 @@ class MuonGroups(Section):
     weight_decay: NotNegative = 0.1
     momentum: Decay = 0.95
     nesterov: bool = True
-    ns_coefficients: (
-        Literal["keller", "polar_express", "you", "cubic"] | tuple[float, float, float]
-    ) = "keller"
-    eps: Positive | None = 1e-7
-    ns_steps: Annotated[int, Range(low=1, high=99)] = 5
-    ns_method: Literal["auto", "standard", "symmetric", "gram"] = "auto"
-    adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None
-    ns_dtype: Literal["float32", "bfloat16"] | None = None
+    ns_coefficients: Preset | tuple[Finite, Finite, Finite] = "keller"
+    eps: NormFloor | None = 1e-7
+    ns_steps: NsSteps = 5
+    ns_method: Method = "auto"
+    adjust_lr_fn: AdjustLr | None = None
+    ns_dtype: NsDtype | None = None
     momentum_dtype: Literal["float32", "bfloat16"] | None = None
 
 
@@ -267,7 +274,7 @@ class Mesh(Section):
     ranks: Count | None = None
     replicate: Count = 1
     tensor: Count = 1
-    timeout_s: Positive = 600.0
+    timeout_s: Seconds = 600.0
     silent_s: Positive = 60.0
 
 
@@ -305,7 +312,7 @@ class Checkpointing(Section):
     weights: str | None = None
     async_: bool = False
     verify: Literal["checksums", "read-back"] = "checksums"
-    timeout_s: Positive = 1800.0
+    timeout_s: Seconds = 1800.0
 
     def check(self) -> None:
         if not self.resume:
@@ -352,7 +359,7 @@ class Config(Section):
     evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoint: Checkpointing = field(default_factory=Checkpointing)
     logging: Logging = field(default_factory=Logging)
-    seed: Annotated[int, Range(low=0, high=2**31 - 1)] = 0
+    seed: CountOrZero = 0
 
     def check(self) -> None:
         if self.data.source != "tokens" and self.model.vocab_size < 256:

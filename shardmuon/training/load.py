@@ -8,7 +8,6 @@ here, before a process group exists.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import types
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import yaml
 
+from shardmuon.limits import advice, choices, nearest, show
 from shardmuon.training.config import Config
 
 __all__ = ["ConfigError", "as_tree", "differences", "key_of", "load"]
@@ -27,6 +27,9 @@ T = TypeVar("T")
 class ConfigError(Exception):
     """The user's input is wrong; the text is one line that says where, what came, what was
     expected."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(" ".join(text.split()))  # keys and values may have line breaks
 
 
 class _Loader(yaml.SafeLoader):
@@ -59,6 +62,8 @@ def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
 def _construct_mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[str] = set()
     for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise yaml.MarkedYAMLError(problem="a key that is no text", problem_mark=key.start_mark)
         if key.value in seen:
             raise yaml.MarkedYAMLError(
                 problem=f"key '{key.value}' twice", problem_mark=key.start_mark
@@ -80,6 +85,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     tree = _read(Path(path), name)
     config = _convert(Config, tree, "", name)
     if overrides:
+        tree = _unshared(tree)
         for argument in overrides:
             _override(tree, argument)
         config = _convert(Config, tree, "", "command line")
@@ -126,9 +132,23 @@ def _parse(text: str, source: str) -> Any:
             f"{source}: {place}not valid YAML ({problem}); "
             "expected `key: value` lines, equally indented inside a section"
         ) from None
+    except RecursionError:
+        raise ConfigError(f"{source}: sections or lists are nested too deeply") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # What constructors raise for `!!int x` and for numbers of thousands of digits.
+        raise ConfigError(f"{source}: not valid YAML ({show(error)})") from None
+
+
+def _unshared(tree: Any) -> Any:
+    """A copy in which no two sections are one dict, as an anchor and its aliases are in YAML."""
+    if isinstance(tree, dict):
+        return {key: _unshared(value) for key, value in tree.items()}
+    return tree
 
 
 def _read(path: Path, name: str) -> dict[Any, Any]:
+    if not _is_text(name):
+        raise ConfigError(f"{show(name)}: cannot be read (not a file's name)")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -189,9 +209,9 @@ def _nearest(key: Any, where: str, keys: Iterable[str]) -> str:
     here = {name: f"{where}{name}" for name in keys}
     everywhere = {path.rpartition(".")[2]: path for path in _paths(Config, "")}
     for names in (here, everywhere):
-        close = difflib.get_close_matches(str(key).replace("-", "_"), names, n=1, cutoff=0.6)
+        close = nearest(key, names)
         if close:
-            return f"the nearest valid key is {names[close[0]]}"
+            return f"the nearest valid key is {names[close]}"
     return f"expected one of {', '.join(here.values())}"
 
 
@@ -223,11 +243,22 @@ def _value(hint: Any, raw: Any, where: str, source: str) -> Any:
         accepted = isinstance(raw, str) and raw in get_args(hint)
     elif hint is float:
         accepted = isinstance(raw, int | float) and not isinstance(raw, bool)
+    elif hint is str:
+        accepted = isinstance(raw, str) and _is_text(raw)
     else:
         accepted = isinstance(raw, hint) and not (hint is int and isinstance(raw, bool))
     if not accepted:
-        raise ConfigError(f"{source}: {where}: got {_show(raw)}, expected {_describe(hint)}")
-    return float(raw) if hint is float else raw
+        near = advice(raw, choices(hint))
+        raise ConfigError(f"{source}: {where}: got {_show(raw)}, expected {_describe(hint)}{near}")
+    try:
+        return float(raw) if hint is float else raw
+    except OverflowError:
+        raise ConfigError(f"{source}: {where}: got {show(raw)}, a number too large") from None
+
+
+def _is_text(text: str) -> bool:
+    """Whether `text` can be printed and be a file's name: YAML can write any code, also 0."""
+    return "\0" not in text and not any("\ud800" <= each <= "\udfff" for each in text)
 
 
 def _items(hint: Any, raw: Any, where: str, source: str) -> tuple[Any, ...]:
@@ -259,4 +290,8 @@ def _show(raw: Any) -> str:
         return "a section"
     if isinstance(raw, list):
         return "a list"
-    return f"{str(raw)!r} ({kinds.get(type(raw), type(raw).__name__)})"
+    try:
+        text = show(str(raw))
+    except ValueError:  # of thousands of digits
+        text = "a long one"
+    return f"{text} ({kinds.get(type(raw), type(raw).__name__)})"

@@ -1,90 +1,48 @@
-"""Allowed numbers of configuration keys, and sections that hold to them.
+"""Sections of the configuration that hold to their annotations, however they were made.
 
-Owns how a range is written down, shown and checked; knows no key. Must not import torch.
+Owns the check; the ranges are those of `shardmuon.limits`. Knows no key. Must not import torch.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
+import functools
 from dataclasses import dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
-__all__ = [
-    "Count",
-    "CountOrZero",
-    "Decay",
-    "Fraction",
-    "NotNegative",
-    "Positive",
-    "Range",
-    "Section",
-]
+from shardmuon.limits import advice, choices, describe, fits, show
 
-
-@dataclass(frozen=True, kw_only=True)
-class Range:
-    """Allowed numbers of a key: bounds are None where open, `*_open` excludes the bound itself."""
-
-    low: float | None = None
-    high: float | None = None
-    low_open: bool = False
-    high_open: bool = False
-
-    def __str__(self) -> str:
-        if self.low is not None and self.high is not None:
-            left, right = "(["[not self.low_open], ")]"[not self.high_open]
-            return f"in {left}{self.low}, {self.high}{right}"
-        if self.low is not None:
-            return f"{'above' if self.low_open else 'at least'} {self.low}"
-        return f"{'below' if self.high_open else 'at most'} {self.high}"
-
-    def holds(self, value: float) -> bool:
-        """True if `value` is inside."""
-        if not math.isfinite(value):
-            return False
-        if self.low is not None and (value < self.low or (self.low_open and value == self.low)):
-            return False
-        return not (
-            self.high is not None and (value > self.high or (self.high_open and value == self.high))
-        )
-
-
-Count = Annotated[int, Range(low=1)]
-CountOrZero = Annotated[int, Range(low=0)]
-Positive = Annotated[float, Range(low=0, low_open=True)]
-NotNegative = Annotated[float, Range(low=0)]
-Fraction = Annotated[float, Range(low=0, high=1)]
-Decay = Annotated[float, Range(low=0, high=1, high_open=True)]
-
-
-def _range_of(hint: Any) -> Range | None:
-    """The Range in an annotation, also inside a union such as `Positive | None`."""
-    for meta in getattr(hint, "__metadata__", ()):
-        if isinstance(meta, Range):
-            return meta
-    for part in getattr(hint, "__args__", ()):
-        found = _range_of(part)
-        if found is not None:
-            return found
-    return None
+__all__ = ["Section"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Base of all sections: checks numeric ranges, however the section was made."""
+    """Base of all sections: checks types, ranges and choices, then the rules between keys."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self), include_extras=True)
-        for entry in dataclasses.fields(self):
-            limits = _range_of(hints[entry.name])
-            if limits is None:
+        kind: Any = type(self)
+        for name, hint in _hints(kind).items():
+            value = getattr(self, name)
+            if fits(hint, value):
                 continue
-            value = getattr(self, entry.name)
-            for number in value if isinstance(value, tuple) else (value,):
-                if number is not None and not limits.holds(number):
-                    raise ValueError(f"{entry.name}: got {number!r}, expected a number {limits}")
+            item = _misfit(hint, value)
+            raise ValueError(
+                f"{name.removesuffix('_')}: got {show(item)}, expected {describe(hint)}"
+                f"{advice(item, choices(hint))}"
+            )
         self.check()
 
     def check(self) -> None:
         """Rules between keys; raises ValueError whose text starts with `key: `."""
+
+
+@functools.cache
+def _hints(section: Any) -> dict[str, Any]:
+    return get_type_hints(section, include_extras=True)
+
+
+def _misfit(hint: Any, value: object) -> object:
+    """Of a list of values the first that does not fit by itself; else the value."""
+    parts = get_args(hint)
+    if get_origin(hint) is tuple and isinstance(value, tuple):
+        return next((each for each in value if not fits(parts[0], each)), value)
+    return value

@@ -14,9 +14,9 @@ import sys
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from shardmuon.limits import Range
 from shardmuon.training.config import Config
 from shardmuon.training.load import key_of
-from shardmuon.training.ranges import Range
 
 __all__ = ["meanings", "render"]
 
