@@ -21,12 +21,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from shardmuon.checkpoint import manifest as manifests
 from shardmuon.checkpoint import publish
 from shardmuon.checkpoint.contents import (
     Contents,
     collect,
     forget_state,
     named_tensors,
+    random_of,
     random_state,
     restore_random,
     targets,
@@ -175,7 +177,8 @@ class Checkpointer:
         on ranks that there were. Without an optimizer only the model is loaded.
 
         Raises CheckpointError on all ranks, before anything is changed, if a file is missing or
-        damaged or if names, shapes or structure do not fit.
+        damaged, if the manifest or the index is not of the right form, if names, shapes or
+        structure do not fit, or if a setting is out of range.
         """
         self.wait()
         path = Path(path)
@@ -186,16 +189,19 @@ class Checkpointer:
             )
         had_state = set() if optimizer is None else set(optimizer.state)
 
-        def prepare() -> tuple[list[dict[str, Any]], dict[str, Tensor], list[Tensor]]:
+        def prepare() -> tuple[
+            dict[str, Tensor], list[dict[str, Any]], dict[str, Tensor], list[Tensor]
+        ]:
+            random = random_of(manifest["random"].get(str(self.ranks.rank), {}))
             changes = []
             if optimizer is not None:
                 changes = group_changes(
                     optimizer, named_tensors(model)[0], manifest["groups"], settings
                 )
-            return changes, *targets(model, optimizer, reader.index())
+            return random, changes, *targets(model, optimizer, reader.index())
 
         try:
-            changes, tensors, anew = self.ranks.together(f"load {path}", prepare)
+            random, changes, tensors, anew = self.ranks.together(f"load {path}", prepare)
         except CheckpointError:
             if optimizer is not None:
                 forget_state(optimizer, had_state)
@@ -213,7 +219,7 @@ class Checkpointer:
             tensor.zero_()
         if optimizer is not None:
             change_groups(optimizer, changes)
-        restore_random(manifest["random"].get(str(self.ranks.rank), {}))
+        restore_random(random)
         return manifest
 
     # -- parts ----------------------------------------------------------------------------------
@@ -232,7 +238,7 @@ class Checkpointer:
         rank, ranks = self.ranks.rank, self.ranks.count
 
         def look() -> dict[str, Any]:
-            manifest = publish.read_manifest(path)
+            manifest = manifests.read(path)
             share = sorted(manifest["files"])[rank::ranks]  # the ranks read every file once
             damage = publish.first_damaged(path, manifest["files"], share)
             if damage is not None:

@@ -7,6 +7,7 @@ checkpoint: by name, never by position. Reads and changes tensors of this rank o
 from __future__ import annotations
 
 import base64
+import functools
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ __all__ = [
     "collect",
     "forget_state",
     "named_tensors",
+    "random_of",
     "random_state",
     "reshard",
     "restore_random",
@@ -95,6 +97,7 @@ def targets(
     check_names(missing, unexpected)
     wanted = {key: tensor for key, tensor in found.items() if key not in anew}
     check_shapes(wanted, index)
+    _check_casts(wanted, index)
     casts = [
         f"{key} from {index[key].properties.dtype} to {tensor.dtype}"
         for key, tensor in wanted.items()
@@ -124,14 +127,30 @@ def random_state() -> dict[str, str]:
     return {kind: base64.b64encode(s.numpy().tobytes()).decode() for kind, s in states.items()}
 
 
-def restore_random(states: Mapping[str, str]) -> None:
-    """Undo `random_state`; a kind of device that is not here is left out."""
+def random_of(states: Mapping[str, str]) -> dict[str, Tensor]:
+    """What `random_state` gave; a kind of device that is not here is left out.
+
+    Raises CheckpointError, before anything is changed, for what is no state of a generator.
+    """
+    here = {"cpu": True, "cuda": torch.cuda.is_available()}
+    found = {}
     for kind, text in states.items():
-        state = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-        if kind == "cpu":
-            torch.set_rng_state(state)
-        elif torch.cuda.is_available():
-            torch.cuda.set_rng_state(state)
+        if here.get(kind, False):
+            try:
+                content = bytearray(base64.b64decode(text, validate=True))
+                found[kind] = torch.frombuffer(content, dtype=torch.uint8)
+                torch.Generator(kind).set_state(found[kind])
+            except (ValueError, RuntimeError, TypeError) as error:
+                raise CheckpointError(f"it has no state of random numbers ({error})") from None
+    return found
+
+
+def restore_random(states: Mapping[str, Tensor]) -> None:
+    """Take up `random_of`."""
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 def reshard(model: nn.Module) -> None:
@@ -229,6 +248,26 @@ def check_shapes(tensors: Mapping[str, Tensor], index: Index) -> None:
             raise CheckpointError(
                 f"{key} has shape {tuple(index[key].size)} in it, {tuple(tensor.shape)} here"
             )
+
+
+def _check_casts(tensors: Mapping[str, Tensor], index: Index) -> None:
+    """CheckpointError for a dtype of which torch makes no numbers of the tensor's kind."""
+    for key, tensor in tensors.items():
+        saved = index[key].properties.dtype
+        if not _can_become(saved, tensor.dtype):
+            raise CheckpointError(f"{key} is {saved} in it, which cannot become {tensor.dtype}")
+
+
+@functools.cache
+def _can_become(saved: torch.dtype, dtype: torch.dtype) -> bool:
+    if saved == dtype or saved.is_complex:
+        return saved == dtype
+    try:
+        zero = torch.zeros(saved.itemsize, dtype=torch.uint8).view(saved)
+        torch.empty(1, dtype=dtype).copy_(zero)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def some(names: Iterable[object]) -> str:

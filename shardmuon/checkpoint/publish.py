@@ -20,6 +20,8 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Any
 
+from shardmuon.limits import show
+
 __all__ = [
     "MANIFEST",
     "SEALING_KEYS",
@@ -227,7 +229,7 @@ def _seal(manifest: Mapping[str, Any]) -> str:
 def _unseal(path: Path, text: str) -> dict[str, Any]:
     try:
         manifest = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path / MANIFEST} is damaged ({error})") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{path / MANIFEST} is not a checkpoint of format {FORMAT}")
@@ -240,13 +242,27 @@ def _unseal(path: Path, text: str) -> dict[str, Any]:
 def _file_records(path: Path, files: Any) -> dict[str, FileRecord]:
     """Records by name. A name that leads out of the folder is refused."""
     try:
-        records = {name: FileRecord(**record) for name, record in files.items()}
+        records = {name: _record_from(record) for name, record in files.items()}
     except (AttributeError, TypeError):
         raise CheckpointError(f"{path / MANIFEST} lists no files") from None
     for name in records:
-        if Path(name).name != name or name in ("", ".", "..") or "\0" in name:
-            raise CheckpointError(f"{path / MANIFEST} names a file outside of its folder: {name!r}")
+        if Path(name).name != name or name in ("", ".", "..") or not _is_text(name):
+            raise CheckpointError(
+                f"{path / MANIFEST} names a file outside of its folder: {show(name)}"
+            )
     return records
+
+
+def _record_from(content: Any) -> FileRecord:
+    record = FileRecord(**content)
+    if type(record.size) is not int or type(record.crc32) is not int:
+        raise TypeError(record)
+    return record
+
+
+def _is_text(name: str) -> bool:
+    """Whether it can be a file's name: JSON can write any code, also 0 and halves of pairs."""
+    return "\0" not in name and not any("\ud800" <= each <= "\udfff" for each in name)
 
 
 def _compare_sizes(path: Path, files: Mapping[str, FileRecord]) -> None:

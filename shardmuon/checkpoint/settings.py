@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from shardmuon.checkpoint.publish import CheckpointError
-from shardmuon.groups import STRUCTURAL_KEYS, plain
+from shardmuon.groups import STATE, STRUCTURAL_KEYS, check_keys, check_settings, plain
+from shardmuon.limits import show
 
 __all__ = ["Groups", "change_groups", "decode", "encode", "group_changes", "groups_of", "name_of"]
 
@@ -46,8 +47,8 @@ def group_changes(
     A group may hold parameters of several saved groups if their settings are equal. Keys that the
     checkpoint does not have keep their values; an empty group follows the saved empty group of its
     algorithm at the same place among those. settings: False leaves all settings as they are.
-    Raises CheckpointError if the way in which a parameter is updated or cut would change, or if
-    the settings of a group's parameters differ.
+    Raises CheckpointError if the way in which a parameter is updated or cut would change, if the
+    settings of a group's parameters differ, or if one is out of range.
     """
     current = groups_of(optimizer, named)
     settings_of = {name: group["settings"] for group in saved for name in group["params"]}
@@ -63,6 +64,7 @@ def group_changes(
         if settings:
             _compare_settings(number, names, olds)
         changes.append(dict(olds[0]) if olds and settings else {})
+        _check_values(optimizer.param_groups[number], changes[-1])
         if not now["params"] and olds:
             empty.remove(olds[0])
     return changes
@@ -95,14 +97,21 @@ def encode(key: str, value: Any) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """The group setting that `encode` was given; one-element tensors come back as numbers."""
+    """The group setting that `encode` was given; one-element tensors come back as numbers.
+
+    Raises CheckpointError for what it cannot have given.
+    """
     if isinstance(value, list):
         return [decode(item) for item in value]
-    if isinstance(value, dict) and "tuple" in value:
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"tuple"} and isinstance(value["tuple"], list):
         return tuple(decode(item) for item in value["tuple"])
-    if isinstance(value, dict):
-        return getattr(torch, value["dtype"])
-    return value
+    name = value["dtype"] if value.keys() == {"dtype"} else None
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"{show(value)} is no group setting")
+    return dtype
 
 
 def name_of(parameter: Tensor, names: Mapping[Tensor, str]) -> str:
@@ -127,6 +136,28 @@ def _compare_structure(name: str, old: Mapping[str, Any], new: Mapping[str, Any]
         before = plain(decode(old.get(key, new.get(key))))
         if before != now:
             raise CheckpointError(f"{name} has {key}={before!r} in it, {now!r} here")
+
+
+def _check_values(group: Mapping[str, Any], change: Mapping[str, Any]) -> None:
+    """CheckpointError unless the group can take these values.
+
+    Of other optimizers all that is known is that a number stays one.
+    """
+    taken = {key: decode(value) for key, value in change.items() if key not in _KEPT}
+    algorithm = group.get("algorithm")
+    try:
+        if algorithm in STATE:
+            check_keys(taken, algorithm)
+            check_settings({**group, **taken})
+        for key, value in taken.items():
+            if _is_number(plain(group.get(key))) and not _is_number(value):
+                raise ValueError(f"{key} must be a number, got {show(value)}")
+    except ValueError as error:
+        raise CheckpointError(f"a group in it cannot be taken: {error}") from None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or type(value) is int
 
 
 def _compare_settings(number: int, names: Sequence[str], olds: Groups) -> None:

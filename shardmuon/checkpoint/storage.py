@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.futures import Future as TorchFuture
 
+from shardmuon.checkpoint.index import check_index
 from shardmuon.checkpoint.publish import CheckpointError, FileRecord
 
 __all__ = ["Index", "Planner", "Reader", "Writer"]
@@ -118,6 +119,7 @@ class Reader(FileSystemReader):
         self._folder = folder
         self._files = files
         self._chunks: dict[tuple[str, torch.Size], tuple[torch.Size, torch.dtype]] = {}
+        self._starts: dict[tuple[str, torch.Size], int] = {}
         self._staging = torch.empty(0, dtype=torch.uint8)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -128,7 +130,7 @@ class Reader(FileSystemReader):
                 metadata = _IndexUnpickler(stream).load()
             if not isinstance(metadata, Metadata):
                 raise CheckpointError(f"{path} does not hold DCP's metadata")
-            self._check(metadata)
+            check_index(self._folder, metadata, self._files)
         except CheckpointError:
             raise
         except Exception as error:  # damage can end in any of them
@@ -151,16 +153,26 @@ class Reader(FileSystemReader):
             for chunk in kind.chunks:
                 self._chunks[name, chunk.offsets] = (chunk.sizes, kind.properties.dtype)
 
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Find where the numbers of all blocks begin, so that no rank reads if one cannot.
+
+        Raises CheckpointError.
+        """
+        for name, items in self._by_file(plan).items():
+            with (self._folder / name).open("rb", buffering=0) as file:
+                for item in items:
+                    sizes, dtype = self._chunks[_key(item)]
+                    if _key(item) not in self._starts:
+                        start = self._data_start(file, item, math.prod(sizes) * dtype.itemsize)
+                        self._starts[_key(item)] = start
+        return plan
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
         """Read what the plan asks for, straight into its place where that is possible.
 
         DCP's own way makes a new tensor of every block, and takes several times as long.
         """
-        items = sorted(plan.items, key=lambda item: self.storage_data[item.storage_index].offset)
-        by_file: dict[str, list[ReadItem]] = {}
-        for item in items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        for name, wanted in by_file.items():
+        for name, wanted in self._by_file(plan).items():
             with (self._folder / name).open("rb", buffering=0) as file:
                 for item in wanted:
                     target = planner.resolve_tensor(item).detach()
@@ -170,16 +182,21 @@ class Reader(FileSystemReader):
         done.set_result(None)
         return done
 
+    def _by_file(self, plan: LoadPlan) -> dict[str, list[ReadItem]]:
+        """The items of a plan in the order in which they lie."""
+        items = sorted(plan.items, key=lambda item: self.storage_data[item.storage_index].offset)
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        return by_file
+
     def _read(self, file: FileIO, item: ReadItem, target: Tensor) -> None:
         """Read a box of a saved block into `target`, which has the box's shape."""
-        saved = item.storage_index
-        assert saved.offset is not None
-        sizes, dtype = self._chunks[saved.fqn, saved.offset]
+        sizes, dtype = self._chunks[_key(item)]
         shape = tuple(sizes) or (1,)
         first, count = tuple(item.storage_offsets) or (0,), tuple(item.lengths) or (1,)
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
-        start = self._data_start(file, item, math.prod(shape) * dtype.itemsize)
-        file.seek(start + first[0] * row_bytes)
+        file.seek(self._starts[_key(item)] + first[0] * row_bytes)
         rows = shape[1:] == count[1:]
         if rows and target.dtype == dtype and target.is_contiguous() and target.is_cpu:
             _fill(file, target.reshape(-1).view(torch.uint8))
@@ -195,29 +212,30 @@ class Reader(FileSystemReader):
 
     def _data_start(self, file: FileIO, item: ReadItem, size: int) -> int:
         """Where in the file the numbers of a block begin: torch.save writes a zip, uncompressed."""
-        place = self.storage_data[item.storage_index]
-        with ZipFile(io.BufferedReader(_Part(file, place.offset, place.length))) as archive:
-            data = next(each for each in archive.infolist() if each.filename.endswith("/data/0"))
-        if data.compress_type != ZIP_STORED or data.file_size != size:
+        place, name = self.storage_data[item.storage_index], item.storage_index.fqn
+        try:
+            with ZipFile(io.BufferedReader(_Part(file, place.offset, place.length))) as archive:
+                data = next(e for e in archive.infolist() if e.filename.endswith("/data/0"))
+            file.seek(place.offset + data.header_offset)
+            name_length, extra_length = struct.unpack("<26xHH", file.read(30))
+        except Exception as error:  # damage can end in any of them
             raise CheckpointError(
-                f"{self._folder}: {item.storage_index.fqn} has {data.file_size} bytes, not {size}"
-            )
-        file.seek(place.offset + data.header_offset)
-        name_length, extra_length = struct.unpack("<26xHH", file.read(30))
-        return int(place.offset + data.header_offset + 30 + name_length + extra_length)
+                f"{self._folder}: no block of {name} lies at {place.offset} in"
+                f" {place.relative_path} ({type(error).__name__}: {error})"
+            ) from None
+        before = data.header_offset + 30 + name_length + extra_length
+        if data.compress_type != ZIP_STORED or data.file_size != size:
+            raise CheckpointError(f"{self._folder}: {name} has {data.file_size} bytes, not {size}")
+        if before + size > place.length:
+            raise CheckpointError(f"{self._folder}: a block of {name} ends too early")
+        return int(place.offset + before)
 
-    def _check(self, metadata: Metadata) -> None:
-        for name, kind in metadata.state_dict_metadata.items():
-            if not isinstance(kind, TensorStorageMetadata):
-                raise CheckpointError(f"{self._folder}: {name} is not a tensor")
-        for place in (metadata.storage_data or {}).values():
-            if place.relative_path not in self._files:
-                raise CheckpointError(
-                    f"{self._folder}: the index leads to {place.relative_path!r}, which is not"
-                    " among the checkpoint's files"
-                )
-            if place.transform_descriptors:
-                raise CheckpointError(f"{self._folder}: transformed files are not supported")
+
+def _key(item: ReadItem) -> tuple[str, torch.Size]:
+    """Of the saved block that an item reads from."""
+    saved = item.storage_index
+    assert saved.offset is not None
+    return saved.fqn, saved.offset
 
 
 class _Part(io.RawIOBase):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardmuon.checkpoint import manifest as manifests
 from shardmuon.checkpoint import publish
 from shardmuon.training.config import Config
 from shardmuon.training.load import ConfigError, as_tree, differences
@@ -21,6 +22,7 @@ _IRRELEVANT = (
     "checkpoint.",
     "evaluation.",
     "logging.",
+    "mesh.check_replicas",
     "mesh.silent_s",
     "mesh.timeout_s",
     "schedule.stop_at",
@@ -71,18 +73,27 @@ def resolve(config: Config, fingerprint: str, ranks: int) -> Resume:
         return Resume()
     if wanted != "auto":
         return at(Path(wanted), config, fingerprint, ranks)
-    usable = (path for path, wrong in publish.candidates(folder) if wrong is None)
-    path = next(usable, None)
+    paths = (path for path, wrong in publish.candidates(folder) if wrong is None)
+    path = next(filter(_is_sound, paths), None)
     return Resume() if path is None else at(path, config, fingerprint, ranks)
 
 
 def at(path: Path, config: Config, fingerprint: str, ranks: int) -> Resume:
     """Resume from the checkpoint at `path`. Raises ConfigError or CheckpointError."""
-    manifest = publish.read_manifest(path)
-    if "config" not in manifest:
+    manifest = manifests.read(path)
+    data = manifest.get("data")
+    if not isinstance(manifest.get("config"), dict) or not isinstance(data, dict):
         raise ConfigError(f"checkpoint.resume: {path} was not written by train.py")
     changes = _changes(path, manifest, config, fingerprint, ranks)
     return Resume(path=path, step=manifest["step"], changes=changes)
+
+
+def _is_sound(path: Path) -> bool:
+    try:
+        manifests.read(path)
+    except publish.CheckpointError:
+        return False
+    return True
 
 
 def _changes(
@@ -95,6 +106,6 @@ def _changes(
         if line.startswith(_FIXED):
             raise ConfigError(f"checkpoint.resume: {path} does not fit, {line}; expected no change")
     changes = [line for line in lines if not line.startswith(_IRRELEVANT)]
-    if manifest["data"]["fingerprint"] != fingerprint:
+    if manifest["data"].get("fingerprint") != fingerprint:
         changes.append("data: other files or sizes, so the order of samples is not the same")
     return tuple(changes)

@@ -12,6 +12,9 @@ from shardmuon.training import resume
 from shardmuon.training.config import Checkpointing, Config, Logging, Model, Schedule
 from shardmuon.training.load import ConfigError
 
+NOTHING: dict[str, object] = {"groups": [], "aliases": {}, "random": {}}
+"""What else `Checkpointer` writes into a manifest."""
+
 
 def config(folder: Path, wanted: str = "auto", **sections: object) -> Config:
     base = {
@@ -28,7 +31,7 @@ def saved(folder: Path, step: int = 10) -> Path:
     (temporary / "data").write_text(str(step))
     extra = resume.extra(config(folder), "files", {"muon.0": 0.1}, step)
     files = {"data": publish.record_of(temporary / "data")}
-    return publish.publish(temporary, {**extra, "step": step, "world_size": 2}, files)
+    return publish.publish(temporary, {**extra, **NOTHING, "step": step, "world_size": 2}, files)
 
 
 def test_auto_takes_the_newest_or_starts_anew(tmp_path: Path) -> None:
@@ -68,7 +71,9 @@ def test_an_explicit_path_must_be_a_finished_checkpoint(tmp_path: Path) -> None:
 
 
 def test_an_explicit_path_must_be_of_a_training_run(tmp_path: Path) -> None:
-    path = publish.publish(publish.open_temporary(tmp_path, 3), {"step": 3, "world_size": 1}, {})
+    path = publish.publish(
+        publish.open_temporary(tmp_path, 3), {**NOTHING, "step": 3, "world_size": 1}, {}
+    )
     with pytest.raises(ConfigError, match=r"was not written by train\.py"):
         resume.resolve(config(tmp_path, str(path)), "files", 1)
 
