@@ -70,6 +70,8 @@ class Mesh:
     axis_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if any(size < 1 for size in self.shape):
+            raise ValueError(f"mesh shape {self.shape} has an axis without ranks")
         if prod(self.shape) != len(self.ranks):
             raise ValueError(f"mesh shape {self.shape} does not hold {len(self.ranks)} ranks")
         if len(set(self.ranks)) != len(self.ranks):
@@ -103,6 +105,8 @@ class Layout:
         axes = [split.axis for split in self.splits]
         if len(set(axes)) != len(axes):
             raise ValueError(f"a mesh axis may split only one dim: {self.splits}")
+        if any(not 0 <= axis < self.mesh.ndim for axis in axes):
+            raise ValueError(f"a mesh of {self.mesh.ndim} axes cannot split by {self.splits}")
 
     @cached_property
     def sharded_axes(self) -> tuple[int, ...]:

@@ -54,6 +54,8 @@ class Bucket:
                 teams.setdefault(matrix.whole_id, []).append((matrix.panel, owner))
         for name, members in teams.items():
             axis, size = members[0][0].axis, members[0][0].size
+            if size != len(members) or not 0 <= axis < self.mesh.ndim:
+                raise ValueError(f"the panels of {name} are not those of a team: {members}")
             at = [self.mesh.coordinates[owner] for _, owner in members]
             expected = [
                 (*at[0][:axis], at[0][axis] + index, *at[0][axis + 1 :]) for index in range(size)
