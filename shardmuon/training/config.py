@@ -264,6 +264,8 @@ class Mesh(Section):
     tensor: ranks that split each matrix of a block between them and see the same data (tensor
         parallelism); must divide model.heads, model.kv_heads and model.hidden. Consecutive ranks
         form a group.
+    check_replicas: steps between comparisons of a hash of all parameters over the replicas, after
+        which a difference ends the run; 0 compares never. With Muon only.
     timeout_s: seconds after which a rank that waits for others in a step ends the job, and says
         which ranks are missing. Longer than the slowest first step.
     silent_s: seconds without a sign of life after which a rank counts as dead or stopped, which
@@ -274,6 +276,7 @@ class Mesh(Section):
     ranks: Count | None = None
     replicate: Count = 1
     tensor: Count = 1
+    check_replicas: CountOrZero = 0
     timeout_s: Seconds = 600.0
     silent_s: Positive = 60.0
 

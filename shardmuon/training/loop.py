@@ -106,6 +106,8 @@ class Trainer:
         self.progress.advance()
         if logged:
             self._log(result)
+        if config.mesh.check_replicas and self.step % config.mesh.check_replicas == 0:
+            self._check_replicas()
         self.checkpoints.raise_error()
         self.stopped = self._stop_request.agreed(result.stop_wishes)
         if self.stopped:
@@ -189,6 +191,10 @@ class Trainer:
                 "gnorm": f"{norm:.2f}",
             }
         )
+
+    def _check_replicas(self) -> None:
+        if isinstance(self.optimizer, Muon):
+            self.optimizer.check_replicas()
 
     def _optimizer_stats(self) -> dict[str, float | None] | None:
         """What Muon did in the last step on the first rank; None for other optimizers."""

@@ -51,6 +51,7 @@ def train(mesh: Mesh, overrides: list[str]) -> None:
         "WORLD_SIZE": collectives.world_size(),
     }
     layout = [f"mesh.replicate={mesh.replicate}", f"mesh.tensor={mesh.tensor}"]
+    layout += ["mesh.check_replicas=2", "logging.orthogonality=true"]
     config = load(TINY, [*SETTINGS, *layout, f"mesh.device={device.type}", *overrides])
     config.check_ranks(collectives.world_size())
     with pytest.MonkeyPatch.context() as patch:
