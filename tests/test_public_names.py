@@ -19,6 +19,7 @@ PUBLIC = {
     "Plan",
     "Runtime",
     "StepStats",
+    "Watchdog",
     "__version__",
     "clip_grad_norm_",
     "grad_norm",
