@@ -62,7 +62,7 @@ SEVERAL_MESHES = (Piece((10, 8), "0"), Piece((3, 16), "0", time=1.0), SUB)
 
 
 @pytest.mark.parametrize("max_norm", [1.0, 5.0, 100.0, 0.0, INF])
-def test_c27_several_meshes_give_one_norm_and_one_factor(pools: Worlds, max_norm: float) -> None:
+def test_several_meshes_give_one_norm_and_one_factor(pools: Worlds, max_norm: float) -> None:
     """A number from outside of this code."""
     assert right_norm(SEVERAL_MESHES) == pytest.approx(9.789219, abs=1e-6)
     for norm in pools.run(4, clip, SEVERAL_MESHES, max_norm):
@@ -81,7 +81,7 @@ EXPERTS = (
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.5, INF])
-def test_c53_expert_replicas_count_once(pools: Worlds, norm_type: float) -> None:
+def test_expert_replicas_count_once(pools: Worlds, norm_type: float) -> None:
     """Dense weights cut on both axes of a mesh of 2 x 2, experts on one."""
     right = right_norm(EXPERTS, norm_type)
     for norm in pools.run(4, clip, EXPERTS, 0.5, norm_type):
@@ -97,11 +97,11 @@ def _norms_after_a_step() -> tuple[float, float]:
     norm, _ = clipping.total_norm(clipping.count([p.detach() for _, p in named]))
     rms = size.rms()  # collective
     values = np.concatenate([whole(p).double().numpy().ravel() for _, p in named])
-    assert rms == pytest.approx(float(np.sqrt(np.mean(values**2))), rel=1e-6)  # from zero
+    assert rms == pytest.approx(float(np.sqrt(np.mean(values**2))), rel=1e-5)  # from zero
     return same_everywhere(norm), float(np.linalg.norm(values))
 
 
-def test_c53_norms_of_parameters_right_after_a_step(pools: Worlds) -> None:
+def test_norms_of_parameters_right_after_a_step(pools: Worlds) -> None:
     """Nobody reads a copy that is not there yet."""
     answers = pools.run(4, _norms_after_a_step)
     assert len({right for _, right in answers}) == 1
@@ -118,7 +118,7 @@ def _norm_of_twos(letters: str) -> float:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("letters", ["0", "1", "R", PLAIN])
-def test_c29_the_norm_is_not_that_of_a_shard(pools: Worlds, world: int, letters: str) -> None:
+def test_the_norm_is_not_that_of_a_shard(pools: Worlds, world: int, letters: str) -> None:
     """A number from outside of this code."""
     for norm in pools.run(world, _norm_of_twos, letters):
         assert norm == pytest.approx(11.313708, rel=1e-6)
@@ -205,7 +205,7 @@ def _with_less_on_rank_1(kind: str, letters: str, norm_type: float) -> float:
 @pytest.mark.parametrize("norm_type", [2.0, INF])
 @pytest.mark.parametrize("letters", ["0", "R", PLAIN])
 @pytest.mark.parametrize("kind", ["no parameters", "no gradients", "frozen"])
-def test_c58_a_rank_without_gradients_takes_part(
+def test_a_rank_without_gradients_takes_part(
     pools: Worlds, kind: str, letters: str, norm_type: float
 ) -> None:
     """The norm of rank 0's gradients, on both ranks."""
@@ -227,7 +227,7 @@ def _nothing_anywhere(error_if_nonfinite: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_c58_no_gradient_on_any_rank_is_a_norm_of_zero(pools: Worlds, world: int) -> None:
+def test_no_gradient_on_any_rank_is_a_norm_of_zero(pools: Worlds, world: int) -> None:
     assert pools.run(world, _nothing_anywhere, True) == [[0.0] * 4] * world
 
 

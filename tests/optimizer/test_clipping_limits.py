@@ -98,7 +98,7 @@ def _clipped_then_stepped(policy: Any) -> tuple[str, int, bool]:
 
 
 @pytest.mark.parametrize("policy", ["skip", "error"])
-def test_c30_clipping_hides_no_overflow_from_the_step(pools: Worlds, policy: str) -> None:
+def test_clipping_hides_no_overflow_from_the_step(pools: Worlds, policy: str) -> None:
     """Without a scaler: clipping turns finite gradients into zeros, and inf into nan."""
     for message, skipped, untouched in pools.run(4, _clipped_then_stepped, policy):
         assert ("inf or nan" in message) == (policy == "error")
@@ -239,7 +239,7 @@ def right_norms() -> list[float]:
     return [float(np.linalg.norm(np.concatenate(flat)))]
 
 
-def test_c33_the_gradient_is_the_mean_over_all_samples(pools: Worlds) -> None:
+def test_the_gradient_is_the_mean_over_all_samples(pools: Worlds) -> None:
     """One process with four micro-batches, and ranks that share them. Clipped every step.
 
     AdamW with a large eps sees the scale of gradients, which Muon does not.

@@ -178,7 +178,7 @@ def _fewer_gradients(everywhere: bool, bad: bool) -> tuple[float, bool]:
 
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_c58_ranks_without_gradients_agree_too(pools: Worlds, everywhere: bool, bad: bool) -> None:
+def test_ranks_without_gradients_agree_too(pools: Worlds, everywhere: bool, bad: bool) -> None:
     """torch's scaler hangs if one rank has none, and raises if all have."""
     answers = pools.run(4, _fewer_gradients, everywhere, bad, limit_s=20)
     for rank, (scale, stepped) in enumerate(answers):
@@ -264,7 +264,7 @@ def _five_steps(bad_step: int | None, micro_steps: int, policy: Any) -> tuple[st
 @pytest.mark.parametrize("policy", ["skip", "error"])
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("world", [1, 4])
-def test_c30_a_skipped_step_leaves_no_trace(
+def test_a_skipped_step_leaves_no_trace(
     pools: Worlds, world: int, micro_steps: int, policy: str
 ) -> None:
     """Steps 1, 3, 4 and 5 as if step 2 were not there. Scales are powers of two: exact."""
