@@ -94,10 +94,14 @@ def clean_fqn(name: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A setting as it is compared: tuples as lists, one-element tensors as numbers."""
+    """A setting as it is compared: tuples as lists, tensors as numbers or lists of numbers."""
     if isinstance(value, (tuple, list)):
         return [plain(item) for item in value]
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if not isinstance(value, Tensor):
+        return value
+    if value.is_meta or value.layout != torch.strided:
+        return repr(value)
+    return value.item() if value.numel() == 1 else value.tolist()
 
 
 def complete_group(group: Mapping[str, Any], muon_defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import StateDict
@@ -28,6 +29,7 @@ from shardmuon.groups import (
     clean_fqn,
     plain,
 )
+from shardmuon.limits import show
 
 __all__ = ["OURS", "Saved", "match", "own_part", "read", "settings_for", "split"]
 
@@ -49,13 +51,17 @@ class Saved(NamedTuple):
 
 def read(label: str, file: StateDict) -> list[Saved]:
     """The parameters of a file, in its order: `state_dict()`, or by FQN nested or flattened."""
+    if not isinstance(file, Mapping):
+        raise ValueError(f"{label} is not an optimizer's state dict, but {show(file)}")
     if "param_groups" not in file:
         file = _nest(label, file)
-    states = dict(file["state"])
+    states, groups = _sections(label, file)
     saved = []
-    for group in file["param_groups"]:
-        keys = list(group["params"])
+    for group in groups:
+        keys = group["params"]
         names = keys if all(isinstance(key, str) for key in keys) else group.get("param_names")
+        if names is not None and not _are_texts(names):
+            raise ValueError(f"{label} has a group with param_names={show(names)}")
         if names is not None and len(names) != len(keys):
             raise ValueError(f"{label} has a group of {len(keys)} parameters, {len(names)} names")
         settings = {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
@@ -66,6 +72,27 @@ def read(label: str, file: StateDict) -> list[Saved]:
     return saved
 
 
+def _sections(label: str, file: StateDict) -> tuple[dict[Any, Any], list[Mapping[str, Any]]]:
+    """(state, groups) of a file that has the form of one."""
+    states, groups = file.get("state"), file["param_groups"]
+    if not isinstance(states, Mapping) or not isinstance(groups, list | tuple):
+        raise ValueError(f"{label} needs a dict of state and a list of param_groups")
+    for key, state in states.items():
+        if not isinstance(state, Mapping) or not all(isinstance(kind, str) for kind in state):
+            raise ValueError(f"{label} has no dict as state of {show(key)}")
+    for group in groups:
+        keys = group.get("params") if isinstance(group, Mapping) else None
+        if not isinstance(keys, list | tuple) or not all(isinstance(k, int | str) for k in keys):
+            raise ValueError(f"{label} has a group without a list of params: {show(group)}")
+        if not all(isinstance(key, str) for key in group):
+            raise ValueError(f"{label} has a group with a key that is no text: {show(group)}")
+    return dict(states), list(groups)
+
+
+def _are_texts(names: object) -> bool:
+    return isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+
+
 def _nest(label: str, file: StateDict) -> StateDict:
     """The nested form of keys `state.<fqn>.<key>` and `param_groups.<fqn>.<key>`.
 
@@ -73,7 +100,7 @@ def _nest(label: str, file: StateDict) -> StateDict:
     """
     sections: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
     for text, value in file.items():
-        section, _, rest = text.partition(".")
+        section, _, rest = str(text).partition(".")
         fqn, _, key = rest.rpartition(".")
         if section not in sections or not fqn:
             raise ValueError(f"{label} is not an optimizer's state dict: it has the key {text!r}")
@@ -147,7 +174,7 @@ def _check_rule(name: str, group: Mapping[str, Any], theirs: Mapping[str, Any]) 
     if key not in theirs:
         raise ValueError(f"{name} is in a group with {sorted(theirs)}, not that of {class_name}")
     for key, value in OTHER_RULES.items():
-        if key in theirs and bool(theirs[key]) is value:
+        if isinstance(theirs.get(key), int) and bool(theirs[key]) is value:
             raise ValueError(f"{name} has {key}={value}, which is not supported")
     for key in STRUCTURAL_KEYS:
         if key in theirs and plain(theirs[key]) != plain(group.get(key)):
@@ -165,6 +192,8 @@ def own_part(name: str, parameter: Tensor, value: Any) -> Tensor:
     if value.shape != parameter.shape:
         shapes = f"{tuple(value.shape)}, expected {tuple(parameter.shape)}"
         raise ValueError(f"{name} has shape {shapes}")
+    if value.layout != torch.strided or value.is_meta != parameter.is_meta:
+        raise ValueError(f"{name} is {value.layout} on {value.device}")
     if isinstance(value, DTensor):
         theirs, ours = (
             (t.placements, t.device_mesh) if isinstance(t, DTensor) else "a plain tensor"

@@ -81,9 +81,17 @@ def files(draw: st.DrawFn) -> bytes:
     """A shipped configuration, mutated as text or as a tree; rarely anything."""
     if rarely(draw, 15):
         return draw(st.one_of(st.binary(max_size=40), st.text(max_size=40).map(_encoded)))
-    if draw(st.booleans()):
-        path = draw(st.sampled_from(CONFIGS))
-        return draw(scribbled(path.read_bytes(), TOKENS))
+    kind = draw(st.sampled_from(["text", "value", "tree"]))
+    content = draw(st.sampled_from(CONFIGS)).read_bytes()
+    if kind == "text":
+        return draw(scribbled(content, TOKENS))
+    if kind == "value":
+        lines = content.splitlines()
+        keyed = [n for n, line in enumerate(lines) if b": " in line and line[:1] != b"#"]
+        at = draw(st.sampled_from(keyed))
+        key, _, _ = lines[at].partition(b": ")
+        lines[at] = key + b": " + draw(st.sampled_from(TOKENS))
+        return b"\n".join(lines)
     tree = draw(mutated(draw(st.sampled_from(TREES)), JSON))
     return _encoded(yaml.safe_dump(tree, allow_unicode=draw(st.booleans())))
 
@@ -104,7 +112,7 @@ def overrides(draw: st.DrawFn) -> list[str]:
     return draw(st.lists(st.one_of(pairs, pairs, st.text(max_size=8)), max_size=3))
 
 
-@fuzz(few=150, share=0.2)
+@fuzz(few=150, share=0.15)
 @given(files(), overrides())
 def test_files_and_arguments(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, arguments: list[str]
@@ -155,6 +163,13 @@ def test_what_yaml_itself_cannot_read_is_one_line(tmp_path: Path, text: str) -> 
     path = tmp_path / "run.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"run\.yaml: .*(not valid YAML|nested too deeply)"):
+        load(path)
+
+
+def test_a_key_of_several_lines_is_told_in_one(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text('"a\\nb\\u2028c": 1\n')
+    with pytest.raises(ConfigError, match="a b c: unknown key"):
         load(path)
 
 

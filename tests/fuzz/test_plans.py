@@ -116,6 +116,41 @@ def test_what_would_take_all_memory_or_fail_later_is_refused(change: dict[str, A
         loads(json.dumps({**json.loads(TEXT), **change}))
 
 
+BROKEN: dict[str, tuple[str, Any]] = {
+    "negative cost": ("cost", -1),
+    "huge cost": ("cost", 10**400),
+    "cost": ("cost", "x"),
+    "wire bytes": ("wire_bytes", 0),
+    "method": ("method", "fast"),
+    "layout": ("layout", -1),
+    "segments": ("segments", [-1]),
+    "id": ("id", 3),
+    "rows": ("cut", [[8, 6], None, [0, 9], False, False, None]),
+    "columns": ("cut", [[8, 6], None, None, False, False, [5, 3]]),
+    "expert": ("cut", [[2, 8, 6], 2, None, False, False, None]),
+    "shape": ("cut", [[8], None, None, False, False, None]),
+    "stack without an expert": ("cut", [[2, 8, 6], None, None, False, False, None]),
+    "team": ("panel", ["m0", 0, 10**12, 0, 8, 6]),
+    "one more": ("x", 1),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), BROKEN.values(), ids=list(BROKEN))
+def test_a_matrix_that_cannot_be_is_refused(key: str, value: Any) -> None:
+    content = json.loads(TEXT)
+    content["buckets"][0][1][0][0][key] = value
+    with pytest.raises(ValueError, match="this is no plan"):
+        loads(json.dumps(content))
+
+
+def test_a_split_must_be_of_a_dim_that_is_there() -> None:
+    for splits in ([[0, 7]], [[5, 0]]):
+        content = json.loads(TEXT)
+        content["layouts"] = [[mesh, splits] for mesh, _ in content["layouts"]]
+        with pytest.raises(ValueError, match="cannot split"):
+            loads(json.dumps(content))
+
+
 def test_the_plan_itself_is_taken() -> None:
     use(loads(TEXT))
 
