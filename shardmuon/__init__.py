@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from shardmuon.version import __version__
+
 if TYPE_CHECKING:
     from shardmuon.clipping import clip_grad_norm_ as clip_grad_norm_
     from shardmuon.clipping import grad_norm as grad_norm
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from shardmuon.runtime import Runtime as Runtime
     from shardmuon.scaling import GradScaler as GradScaler
     from shardmuon.watchdog import Watchdog as Watchdog
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "GradScaler": "shardmuon.scaling",

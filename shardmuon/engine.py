@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-import shardmuon
 from shardmuon.entries import (
     Entry,
     EntryList,
@@ -47,11 +46,12 @@ from shardmuon.planning.planner import Freedom, make_plan
 from shardmuon.rules import RULES, Commit
 from shardmuon.rules.adamw import adamw_step
 from shardmuon.runtime import Runtime
+from shardmuon.version import __version__
 
 __all__ = ["Engine", "StepStats"]
 
 # Ranks that compute with other code may get other bits, or hang in another order of collectives.
-VERSIONS = (f"torch {torch.__version__}", f"shardmuon {shardmuon.__version__}")
+VERSIONS = (f"torch {torch.__version__}", f"shardmuon {__version__}")
 
 
 @dataclass(frozen=True)
