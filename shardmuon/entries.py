@@ -31,8 +31,8 @@ from shardmuon.groups import (
     check_settings,
     clean_fqn,
     cuts_of,
+    schedule_in,
 )
-from shardmuon.orthogonalize.coefficients import schedule_of
 from shardmuon.planning.cost import newton_schulz_flops
 from shardmuon.planning.layout import Mesh
 from shardmuon.planning.matrix import AUTO, Matrix
@@ -132,8 +132,7 @@ def matrices_of(entry: Entry) -> Iterator[Matrix]:
     layout = layout_of(entry.fqn, entry.parameter, entry.device_mesh)
     dtype = _ns_dtype(entry)
     method = _method(entry, dtype)
-    schedule = schedule_of(entry.group["ns_coefficients"], entry.group["ns_steps"])
-    segments = schedule.segments
+    segments = schedule_in(entry.group).segments
     may_share = entry.group["ns_method"] in (AUTO, "gram")
     costed = "standard" if method == AUTO else method
     for suffix, cut in cuts_of(entry.parameter, entry.group):

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from shardmuon import limits
-from shardmuon.limits import advice, choices, range_of, show
-from shardmuon.orthogonalize.coefficients import KELLER, schedule_of
+from shardmuon.limits import Range, advice, choices, range_of, show
+from shardmuon.orthogonalize.coefficients import KELLER, Schedule, schedule_of
 from shardmuon.planning.cut import Cut, cut_parameter
 from shardmuon.planning.matrix import AUTO
 
@@ -35,6 +35,7 @@ __all__ = [
     "complete_group",
     "cuts_of",
     "plain",
+    "schedule_in",
 ]
 
 MUON, ADAMW = "muon", "adamw"
@@ -145,7 +146,8 @@ def check_keys(group: Mapping[str, Any], algorithm: str) -> None:
 def check_settings(group: Mapping[str, Any], *, wait: bool = True) -> None:
     """ValueError naming the field and its value if a setting in `group` is out of range.
 
-    wait: also look at numbers that are on a GPU, which waits for it.
+    wait: also look at numbers that are on a GPU, which waits for it, and at what only a new plan
+    can make wrong; False is for every step.
     """
     algorithm = _known(group.get("algorithm"))
     for key, (allowed, is_valid, names) in _CHECKS[algorithm].items():
@@ -158,11 +160,16 @@ def check_settings(group: Mapping[str, Any], *, wait: bool = True) -> None:
         if not is_valid(value, wait):
             near = advice(value, names)
             raise ValueError(f"{key} must be {allowed}, got {show(value)}{near}")
-    if algorithm == MUON:
-        try:
-            schedule_of(group["ns_coefficients"], group["ns_steps"])
-        except ValueError as error:
-            raise ValueError(f"ns_coefficients and ns_steps do not fit: {error}") from None
+    if wait and algorithm == MUON:
+        schedule_in(group)
+
+
+def schedule_in(group: Mapping[str, Any]) -> Schedule:
+    """The triples of a muon group's steps."""
+    try:
+        return schedule_of(group["ns_coefficients"], group["ns_steps"])
+    except ValueError as error:
+        raise ValueError(f"ns_coefficients and ns_steps do not fit: {error}") from None
 
 
 def cuts_of(parameter: Tensor, group: Mapping[str, Any]) -> list[tuple[str, Cut]]:
@@ -200,37 +207,41 @@ Check = tuple[str, Callable[[Any, bool], bool], Sequence[str]]
 """(what is allowed, whether a value is, names among it). The bool is `wait` of `check_settings`."""
 
 
-def _in_range(hint: Any, value: Any, wait: bool) -> bool:
-    """Whether a number, or a one-element tensor of a real number, is in the range of `hint`."""
+def _in_range(bounds: Range, value: Any, wait: bool) -> bool:
+    """Whether a number, or a one-element tensor of a real number, is within `bounds`."""
     if type(value) in (Tensor, nn.Parameter):
         if value.numel() != 1 or value.is_meta or value.is_complex() or value.dtype == torch.bool:
             return False
         if not wait and not value.is_cpu:
             return True
         value = value.item()
-    return range_of(hint).holds(value)
+    return bounds.holds(value)
 
 
-def _numbers(hint: Any, count: int, value: Any, wait: bool) -> bool:
+def _numbers(bounds: Range, count: int, value: Any, wait: bool) -> bool:
     """Whether `value` lists `count` such numbers."""
     return (
         isinstance(value, (tuple, list))
         and len(value) == count
-        and all(_in_range(hint, each, wait) for each in value)
+        and all(_in_range(bounds, each, wait) for each in value)
     )
+
+
+_FINITE, _COUNT, _STEPS = map(range_of, (limits.Finite, limits.Count, limits.NsSteps))
+_PRESETS = choices(limits.Preset)
 
 
 def _coefficients(value: Any, wait: bool) -> bool:
     if isinstance(value, str):
-        return value in choices(limits.Preset)
-    triple = functools.partial(_numbers, limits.Finite, 3, wait=wait)
+        return value in _PRESETS
+    triple = functools.partial(_numbers, _FINITE, 3, wait=wait)
     if not isinstance(value, (tuple, list)):
         return False
     return triple(value) or (len(value) > 0 and all(map(triple, value)))
 
 
 def _count(value: Any) -> bool:
-    return range_of(limits.Count).holds(value)
+    return _COUNT.holds(value)
 
 
 def _sizes(value: Any, wait: bool) -> bool:
@@ -240,7 +251,7 @@ def _sizes(value: Any, wait: bool) -> bool:
 
 
 def _number(hint: Any) -> Check:
-    return range_of(hint).describe(), functools.partial(_in_range, hint), ()
+    return range_of(hint).describe(), functools.partial(_in_range, range_of(hint)), ()
 
 
 def _or_none(check: Check) -> Check:
@@ -266,15 +277,14 @@ _MUON_CHECKS: dict[str, Check] = {
     "momentum": _number(limits.Decay),
     "nesterov": _BOOL,
     "ns_coefficients": (
-        f"three numbers (a, b, c) {range_of(limits.Finite)}, a list of such, or one of"
-        f" {choices(limits.Preset)}",
+        f"three numbers (a, b, c) {_FINITE}, a list of such, or one of {_PRESETS}",
         _coefficients,
-        choices(limits.Preset),
+        _PRESETS,
     ),
     "eps": _or_none(_number(limits.NormFloor)),
     "ns_steps": (
-        range_of(limits.NsSteps).describe(),
-        lambda value, wait: range_of(limits.NsSteps).holds(value),
+        _STEPS.describe(),
+        lambda value, wait: _STEPS.holds(value),
         (),
     ),
     "ns_method": _name(limits.Method),
@@ -282,9 +292,7 @@ _MUON_CHECKS: dict[str, Check] = {
     "ns_dtype": _or_none(_dtype(NS_DTYPES)),
     "momentum_dtype": _or_none(_dtype(FLOATS)),
     "split_sizes": ("None or a list of whole numbers above 0", _sizes, ()),
-    "num_heads": _or_none(
-        (range_of(limits.Count).describe(), lambda value, wait: _count(value), ())
-    ),
+    "num_heads": _or_none((_COUNT.describe(), lambda value, wait: _count(value), ())),
     "transposed": _BOOL,
     "flatten": _BOOL,
 }
@@ -292,7 +300,7 @@ _ADAMW_CHECKS: dict[str, Check] = {
     "lr": _number(limits.NotNegative),
     "betas": (
         f"two numbers, each {range_of(limits.Decay).describe()}",
-        functools.partial(_numbers, limits.Decay, 2),
+        functools.partial(_numbers, range_of(limits.Decay), 2),
         (),
     ),
     "eps": _number(limits.NotNegative),

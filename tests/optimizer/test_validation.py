@@ -375,6 +375,7 @@ LATER: list[tuple[str, Any]] = [
     ("eps", -1),
     ("ns_method", "fast"),
     ("split_sizes", [1, 1]),
+    ("ns_coefficients", [(1.5, -0.5, 0.0)] * 4),
 ]
 
 
