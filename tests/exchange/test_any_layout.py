@@ -21,7 +21,7 @@ from tests import ranks
 from tests.conftest import Worlds
 from tests.grids import PLAIN, Grid, Weight, check, solve_alone
 
-DEFAULT = 300
+DEFAULT = 200
 EXAMPLES = int(os.environ.get("SHARDMUON_EXAMPLES", str(DEFAULT)))
 BATCH = 25
 MESHES: dict[int, list[tuple[int, ...]]] = {

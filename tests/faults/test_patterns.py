@@ -24,7 +24,7 @@ from tests.grids import random as normal
 from tests.grids import same_bits
 from tests.problems import local, place, world_mesh
 
-PATTERNS = int(os.environ.get("SHARDMUON_PATTERNS", "6"))
+PATTERNS = int(os.environ.get("SHARDMUON_PATTERNS", "4"))
 SHAPES = ((16, 12), (5, 24), (40, 8), (8, 8), (19,), (3,))
 """On 8 ranks (5, 24) and the vectors leave some ranks empty. Vectors take AdamW."""
 
