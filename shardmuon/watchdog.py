@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import json
 import os
 import sys
@@ -19,11 +20,13 @@ from types import TracebackType
 from typing import NamedTuple
 
 from shardmuon.exchange import activity, collectives
+from shardmuon.limits import Seconds, describe, fits, show
 
 __all__ = ["EXIT_CODE", "Watchdog"]
 
 EXIT_CODE = 70
 _END, _GONE = "end", "gone"
+_entries = itertools.count()
 # Others that wait in vain write what they wait for before it is read; others that fail, fail.
 _GRACE_S = 1.0
 
@@ -55,8 +58,8 @@ class Watchdog:
 
     def __init__(self, limit_s: float = 600.0, silent_s: float = 60.0) -> None:
         for name, value in (("limit_s", limit_s), ("silent_s", silent_s)):
-            if not value > 0:
-                raise ValueError(f"watchdog: {name} must be above 0, got {value!r}")
+            if not fits(Seconds, value):
+                raise ValueError(f"{name} must be {describe(Seconds)}, got {show(value)}")
         self._limit_s, self._silent_s = limit_s, silent_s
         self._beat_s = min(5.0, max(0.05, min(limit_s, silent_s) / 8))
         self._rank, self._ranks = collectives.rank(), collectives.world_size()
@@ -67,7 +70,9 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._ranks > 1:
-            self._store = collectives.side_channel("shardmuon.watchdog", self._silent_s)
+            # Ranks enter equally often, and what was said in an earlier block is over.
+            prefix = f"shardmuon.watchdog.{next(_entries)}"
+            self._store = collectives.side_channel(prefix, self._silent_s)
             activity.watch_marks(True)
             self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
             self._thread.start()
@@ -122,11 +127,9 @@ class Watchdog:
         """(what this rank does, whether it waits for others)."""
         step, current = activity.now()
         text, since, waits = current
-        marks = activity.marks()
-        while marks and marks[0].event.query():
-            marks.popleft()
-        if marks and not waits:
-            text, since, waits = f"GPU before: {marks[0].text}", marks[0].since, True
+        mark = activity.oldest_mark(older_than_s=self._limit_s)
+        if mark is not None and not waits:
+            text, since, waits = f"GPU before: {mark.text}", mark.since, True
         return _Beat(time.time(), step, text, time.monotonic() - since), waits
 
     def _is_silent(self, rank: int) -> bool:

@@ -39,6 +39,7 @@ __all__ = [
     "mesh_of",
     "placed",
     "random",
+    "run",
     "same_bits",
     "solve_alone",
 ]
@@ -265,7 +266,8 @@ def _check(grid: Grid, right: list[tuple[Tensor, Tensor]]) -> Answer:
         return Answer(traceback.format_exc())
 
 
-def _solve(grid: Grid, right: list[tuple[Tensor, Tensor]]) -> Answer:
+def run(grid: Grid) -> tuple[list[nn.Parameter], shardmuon.Muon, list[int]]:
+    """Take all steps on this rank: parameters, optimizer, matrices orthogonalized in each step."""
     mesh = mesh_of(grid.mesh)
     params = [
         nn.Parameter(placed(_start(grid, index), weight.letters, mesh))
@@ -282,6 +284,12 @@ def _solve(grid: Grid, right: list[tuple[Tensor, Tensor]]) -> Answer:
             _set_gradient(p, placed(_gradient(grid, index, step), weight.letters, mesh))
         optimizer.step()
         counts.append(optimizer.stats.matrices_orthogonalized)
+    return params, optimizer, counts
+
+
+def _solve(grid: Grid, right: list[tuple[Tensor, Tensor]]) -> Answer:
+    mesh = mesh_of(grid.mesh)
+    params, optimizer, counts = run(grid)
     stats, plan = optimizer.stats, optimizer.plan
     rank = dist.get_rank()
     faults = []

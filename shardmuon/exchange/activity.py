@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["Activity", "Mark", "during", "enter_step", "mark", "marks", "now", "watch_marks"]
+__all__ = ["Activity", "Mark", "during", "enter_step", "mark", "now", "oldest_mark", "watch_marks"]
 
 
 class Activity(NamedTuple):
@@ -63,12 +62,7 @@ class during:  # noqa: N801  (reads as a verb: with during("gather of bucket 3")
         text, waits = self._activity
         _now = Activity(text, time.monotonic(), waits)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         global _now
         before = self._before
         _now = Activity(before.text, time.monotonic(), before.waits)
@@ -83,11 +77,22 @@ def watch_marks(on: bool) -> None:
 def mark(text: str, device: torch.device) -> None:
     """Remember that the current stream of a GPU has to get here."""
     if _marks is not None and device.type == "cuda":
+        while _marks and _marks[0].event.query():
+            _marks.popleft()
         event = torch.cuda.Event()
         event.record()
         _marks.append(Mark(f"step {_step}, {text}", time.monotonic(), event))
 
 
-def marks() -> deque[Mark]:
-    """Those that the GPU had not reached when last looked at, oldest first."""
-    return deque() if _marks is None else _marks
+def oldest_mark(older_than_s: float) -> Mark | None:
+    """The oldest that a GPU has not reached, if it is older than that.
+
+    For another thread than the one that works. Events of younger ones are left alone: to ask for
+    one while the working thread captures a CUDA graph would spoil the capture.
+    """
+    for each in tuple(_marks or ()):
+        if time.monotonic() - each.since <= older_than_s:
+            break
+        if not each.event.query():
+            return each
+    return None

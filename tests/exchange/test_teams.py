@@ -26,7 +26,7 @@ from shardmuon.planning.owners import Way
 from shardmuon.tools import accuracy
 from tests import ranks, reference
 from tests.conftest import Worlds
-from tests.grids import Grid, Weight, cut, mesh_of, placed, random, same_bits, solve_alone
+from tests.grids import Grid, Weight, cut, mesh_of, placed, random, run, same_bits, solve_alone
 from tests.problems import local, world_mesh
 
 FREE = replace(
@@ -74,6 +74,7 @@ GRIDS = {
     ),
     "transposed": grid((4,), Weight(shape=WIDE, letters="0", keys={"transposed": True})),
     "bfloat16": grid((4,), Weight(shape=WIDE, letters="0", dtype=torch.bfloat16)),
+    "overlap": grid((4,), Weight(shape=WIDE, letters="0"), SMALL, overlap="backward"),
     "eight": grid((8,), Weight(shape=WIDE, letters="0"), Weight(shape=TALL, letters="0")),
     "eight in two axes": grid((2, 4), Weight(shape=WIDE, letters="s0"), TALL_OVER_BOTH),
     "a rank too many": grid((3,), Weight(shape=WIDE, letters="0"), Weight(shape=TALL, letters="1")),
@@ -97,28 +98,12 @@ def solve(case: Grid, right: list[tuple[Tensor, Tensor]], team: int) -> tuple[st
 
 
 def _solve(case: Grid, right: list[tuple[Tensor, Tensor]], team: int) -> tuple[str, list[int]]:
-    mesh = mesh_of(case.mesh)
-    params = [
-        nn.Parameter(placed(random_start(case, index), weight.letters, mesh))
-        for index, weight in enumerate(case.weights)
-    ]
-    groups = [
-        {**weight.keys, "params": [(f"w{index}", p)]}
-        for index, (weight, p) in enumerate(zip(case.weights, params, strict=True))
-    ]
-    optimizer = shardmuon.Muon(groups, **case.options, mesh=mesh, runtime=case.runtime)
-    counts = []
-    for step in range(case.steps):
-        for index, (weight, p) in enumerate(zip(case.weights, params, strict=True)):
-            gradient = random(weight.shape, (case.seed * 101 + index) * 101 + step + 1)
-            p.grad = placed(gradient.to(weight.dtype), weight.letters, mesh)
-        optimizer.step()
-        counts.append(optimizer.stats.matrices_orthogonalized)
+    params, optimizer, counts = run(case)
     panels = [matrix.panel for matrix, _ in optimizer.plan if matrix.panel]
     if not panels or {panel.size for panel in panels} != {team}:
         return f"no team of {team}: {optimizer.plan.owners()}", counts
     faults = []
-    coordinate = mesh.get_coordinate()
+    coordinate = mesh_of(case.mesh).get_coordinate()
     assert coordinate is not None
     for index, (weight, p) in enumerate(zip(case.weights, params, strict=True)):
         momentum = optimizer.state[p]["momentum_buffer"]
@@ -130,11 +115,6 @@ def _solve(case: Grid, right: list[tuple[Tensor, Tensor]], team: int) -> tuple[s
         if held.numel() and not float((held - expected).abs().max()) < tolerance:
             faults.append(f"w{index} is off by {float((held - expected).abs().max())}")
     return "; ".join(faults), counts
-
-
-def random_start(case: Grid, index: int) -> Tensor:
-    weight = case.weights[index]
-    return random(weight.shape, (case.seed * 101 + index) * 101).to(weight.dtype)
 
 
 # A team lies along one axis.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import time
 
 import pytest
 
 import shardmuon
+from tests.conftest import Worlds
 from tests.faults import hangs
 
 QUICK = ["late", "killed at any time", "leaves", "raises", "other shape", "other order"]
@@ -37,9 +40,23 @@ def test_a_rank_that_stands_still_ends_the_job() -> None:
     assert any(said.search(log) for log in job.logs), "\n".join(job.logs)
 
 
+def entered_again() -> list[float]:
+    """Leave a block by an error, enter the next one and stay there for some beats."""
+    with contextlib.suppress(KeyError), shardmuon.Watchdog(5.0, 0.4):
+        time.sleep(0.2)
+        raise KeyError
+    with shardmuon.Watchdog(5.0, 0.4):
+        time.sleep(1.5)
+    return [1.0]
+
+
+def test_what_was_said_in_an_earlier_block_is_over(pools: Worlds) -> None:
+    assert pools.run(2, entered_again) == [[1.0]] * 2
+
+
 def test_without_other_ranks_nothing_is_watched() -> None:
     with shardmuon.Watchdog(1e-3):
         pass
     for settings in ({"limit_s": 0.0}, {"silent_s": -1.0}, {"limit_s": float("nan")}):
-        with pytest.raises(ValueError, match="must be above 0"):
+        with pytest.raises(ValueError, match="_s must be a number"):
             shardmuon.Watchdog(**settings)
