@@ -226,7 +226,7 @@ def _numbers(source: Source, plan: Plan, simulation: Simulation) -> dict[str, ob
 def _draw(source: Source, plan: Plan, simulation: Simulation, options: Options) -> None:
     assert options.plot is not None
     if not picture.drawable():
-        raise ConfigError("--plot needs matplotlib; pip install 'shardmuon[plots]'")
+        raise ConfigError("--plot needs matplotlib; pip install 'shardmuon[plot]'")
     where = f"{options.shape.ranks} rank(s), {options.device.name}"
     title = f"Predicted step of {source.title}, {where}"
     lanes = picture.planned_rows(simulation.spans, _drawn(plan.ranks))

@@ -93,7 +93,7 @@ def _share(value: float | None) -> str:
 
 def _draw(ranks: Sequence[Timeline], model: str, path: Path) -> None:
     if not picture.drawable():
-        print("no timeline.png: matplotlib is not installed; pip install 'shardmuon[plots]'")
+        print("no timeline.png: matplotlib is not installed; pip install 'shardmuon[plot]'")
         return
     title = f"One step of shardmuon on {model}, {len(ranks)} rank(s)"
     picture.draw(picture.rows(ranks), title, path)
