@@ -26,7 +26,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 def main(arguments: Sequence[str]) -> int:
     """Run what the arguments say; returns the exit code."""
     options = _parser().parse_args(arguments)
-    run = {"bench": _bench, "export": _export, "plan": _plan, "trace": _trace}[options.command]
+    run = {
+        "bench": _bench,
+        "export": _export,
+        "generate": _generate,
+        "plan": _plan,
+        "trace": _trace,
+    }[options.command]
     try:
         run(options)
     except ConfigError as error:
@@ -72,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     share.add_argument("rows", type=_count)
     share.add_argument("cols", type=_count)
     _add_plan(commands)
+    _add_generate(commands)
     trace = commands.add_parser("trace", help="profile shardmuon's steps, rank by rank")
     trace.add_argument("model", choices=WORKLOADS)
     trace.add_argument("--folder", type=Path, default=Path("trace"), help="for traces and picture")
@@ -108,6 +115,20 @@ def _add_plan(commands: Any) -> None:
     plan.add_argument("--plot", type=_new_file, help="picture of the step, .svg or .png")
 
 
+def _add_generate(commands: Any) -> None:
+    generate = commands.add_parser("generate", help="let a trained model write text")
+    generate.add_argument(
+        "checkpoint", type=Path, help="a checkpoint, or a run's folder: its newest"
+    )
+    generate.add_argument("--prompt", default="\n", help="text to begin with; left out: a new line")
+    generate.add_argument("--tokens", type=_count, default=256, help="how many to write at most")
+    generate.add_argument(
+        "--temperature", type=_not_negative, default=0.8, help="0 always takes the likeliest token"
+    )
+    generate.add_argument("--top-k", type=_count, default=0, help="draw among that many only")
+    generate.add_argument("--seed", type=int, default=0)
+
+
 def _mesh(text: str) -> tuple[int, int]:
     sizes = text.split("x")
     if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
@@ -142,6 +163,13 @@ def _positive(text: str) -> float:
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {text}")
     return value
 
 
@@ -230,6 +258,16 @@ def _export(options: argparse.Namespace) -> None:
     collectives.stop()
 
 
+def _generate(options: argparse.Namespace) -> None:
+    path = _checkpoint(options.checkpoint)
+    from shardmuon.tools import generate
+
+    drawing = generate.Drawing(
+        temperature=options.temperature, top_k=options.top_k, seed=options.seed
+    )
+    generate.run(path, options.prompt, options.tokens, drawing)
+
+
 def _checkpoint(path: Path) -> Path:
     """`path`, or the newest usable checkpoint of the run whose folder it is."""
     folder = path / "checkpoints"
@@ -244,10 +282,8 @@ def _checkpoint(path: Path) -> Path:
 
 def _texts(manifest: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
     """What transformers needs beside the weights of a run; nothing of other checkpoints."""
-    from shardmuon.training.config import Model
-    from shardmuon.training.model import transformers_config
+    from shardmuon.training.architecture import of_manifest
 
     if "config" not in manifest:
         return {}
-    model = Model(**manifest["config"]["model"])
-    return {"config.json": transformers_config(model, dtype or "float32")}
+    return {"config.json": of_manifest(manifest).config_json(dtype or "float32")}

@@ -13,17 +13,13 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from math import gcd
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from shardmuon.groups import ADAMW, MUON, STRUCTURAL_KEYS, clean_fqn
@@ -32,6 +28,7 @@ from shardmuon.planning.models import MODELS
 from shardmuon.routing import HEAD_NAMES, ROUTER_NAMES, param_groups
 from shardmuon.tools.subjects import unfilled
 from shardmuon.tools.workloads import WORKLOADS
+from shardmuon.training.architecture import find, transformers_model
 from shardmuon.training.load import ConfigError, load
 
 __all__ = ["Listed", "Source", "read_source"]
@@ -131,7 +128,8 @@ def _of_configuration(path: Path, text: str) -> Source:
             f"{text}: optimizer.name: got '{config.optimizer.name}', expected 'muon': only"
             " matrices under Muon are planned"
         )
-    model, _ = unfilled(config.model)
+    tree = find(config).tree
+    model = unfilled(config.model)[0] if tree is None else transformers_model(tree, text)
     chosen = config.optimizer
     return Source(text, _grouped(model, text, to_muon=chosen.to_muon, to_adamw=chosen.to_adamw))
 
@@ -176,27 +174,7 @@ def _read_folder(path: Path, text: str) -> Source:
 
 
 def _of_transformers(path: Path, text: str) -> Source:
-    """The causal language model that transformers makes of a config.json, on the meta device."""
-    tree = _parse(path.read_bytes(), f"{text}: {path.name}")
-    kind = tree.get("model_type")
-    if not isinstance(kind, str):
-        raise ConfigError(f"{text}: {path.name} has no model_type, so it is not of transformers")
-    if find_spec("transformers") is None:
-        raise ConfigError(f"{text}: reading it takes transformers; pip install transformers")
-    transformers = import_module("transformers")
-    if "auto_map" in tree and kind not in transformers.CONFIG_MAPPING:
-        raise ConfigError(f"{text}: model_type '{kind}' comes with code of its own, never run here")
-    try:
-        config = transformers.AutoConfig.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
-        )
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # of any type, from the code of a few hundred models
-        reason = textwrap.shorten(str(error), 240, placeholder=" ...")
-        raise ConfigError(
-            f"{text}: transformers makes no causal language model of model_type '{kind}': {reason}"
-        ) from error
+    model = transformers_model(_parse(path.read_bytes(), f"{text}: {path.name}"), text)
     return Source(f"{text} ({type(model).__name__})", _grouped(model, text))
 
 

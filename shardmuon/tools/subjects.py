@@ -26,7 +26,8 @@ from shardmuon.routing import param_groups
 from shardmuon.runtime import Runtime
 from shardmuon.tools.timeline import STEP
 from shardmuon.tools.workloads import PACKAGES, Experts, Workload
-from shardmuon.training.config import Model, Precision
+from shardmuon.training.config import Precision
+from shardmuon.training.inputs import Model
 from shardmuon.training.model import CausalLM
 from shardmuon.training.place import Place, autocast
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardmuon.training.config import Model
+from shardmuon.training.inputs import Model
 
 __all__ = ["OPTIMIZERS", "PACKAGES", "WORKLOADS", "Experts", "Workload"]
 

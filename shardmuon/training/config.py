@@ -9,7 +9,7 @@ A word used below: *sequence* is one training sample of `data.sequence_length` t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
 from shardmuon.limits import (
     AdjustLr,
@@ -25,10 +25,10 @@ from shardmuon.limits import (
     NsSteps,
     Positive,
     Preset,
-    Range,
     Seconds,
 )
 from shardmuon.runtime import Runtime
+from shardmuon.training.inputs import Data, Model
 from shardmuon.training.ranges import Section
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "AdamWGroups",
     "Checkpointing",
     "Clipping",
+    "Compute",
     "Config",
     "Data",
     "Evaluation",
@@ -47,78 +48,6 @@ __all__ = [
     "Precision",
     "Schedule",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model(Section):
-    """A Llama-style transformer.
-
-    vocab_size: number of token ids; 256 or more for bytes.
-    dim: width of the residual stream.
-    layers: number of transformer blocks.
-    heads: attention heads; each has dim / heads channels, which must be even.
-    kv_heads: key and value heads, shared by groups of heads; must divide `heads`.
-    hidden: width of the gated MLP.
-    tied_head: use the embedding matrix as the output head.
-    rope_theta: base of the rotary position frequencies.
-    norm_eps: added to the mean square in RMSNorm.
-    init_std: standard deviation of initial weights; output projections are divided by
-        sqrt(2 layers) on top.
-    """
-
-    vocab_size: Count = 256
-    dim: Count = 128
-    layers: Count = 4
-    heads: Count = 4
-    kv_heads: Count = 2
-    hidden: Count = 384
-    tied_head: bool = False
-    rope_theta: Positive = 10000.0
-    norm_eps: Positive = 1e-5
-    init_std: Positive = 0.02
-
-    def check(self) -> None:
-        if self.dim % self.heads or (self.dim // self.heads) % 2:
-            raise ValueError(
-                f"heads: got {self.heads} for dim {self.dim}, "
-                "expected dim / heads to be an even whole number"
-            )
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                f"kv_heads: got {self.kv_heads}, expected a divisor of heads ({self.heads})"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Data(Section):
-    """Where tokens come from. Training and validation never share a file.
-
-    source: "stdlib" reads the Python standard library's own .py files as bytes; "text" reads
-        `files` as bytes; "tokens" maps `files` as flat binary token ids, without a header.
-    files: glob patterns (`**` allowed) for "text" and "tokens".
-    validation_files: glob patterns of the files to validate on; empty takes a share of `files`.
-    validation_fraction: share of files held out, chosen by a hash of their names, when
-        `validation_files` is empty. At least one file is held out.
-    token_dtype: integer type of the ids in "tokens" files, little-endian.
-    sequence_length: tokens that the model sees at once.
-    batch_sequences: sequences in one optimizer step, over all ranks and accumulation steps.
-    """
-
-    source: Literal["stdlib", "text", "tokens"] = "stdlib"
-    files: tuple[str, ...] = ()
-    validation_files: tuple[str, ...] = ()
-    validation_fraction: Annotated[float, Range(low=0, high=1, low_open=True, high_open=True)] = (
-        0.05
-    )
-    token_dtype: Literal["uint16", "uint32"] = "uint16"
-    sequence_length: Count = 256
-    batch_sequences: Count = 32
-
-    def check(self) -> None:
-        if self.source == "stdlib" and (self.files or self.validation_files):
-            raise ValueError("files: got patterns, expected none with source 'stdlib'")
-        if self.source != "stdlib" and not self.files:
-            raise ValueError(f"files: got none, expected patterns for source '{self.source}'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +160,19 @@ class Precision(Section):
 
     compute: Literal["float32", "bfloat16"] = "float32"
     reduce: Literal["float32", "bfloat16"] = "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute(Section):
+    """How the blocks of the model are computed; results stay the same up to rounding.
+
+    activation_checkpointing: keep only the input of each block, and compute the block once more in
+        backward: less memory for the time of one more forward pass.
+    compile: `torch.compile` each block. Takes a C++ compiler, and time in the first steps.
+    """
+
+    activation_checkpointing: bool = False
+    compile: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,6 +298,7 @@ class Config(Section):
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     schedule: Schedule = field(default_factory=Schedule)
     precision: Precision = field(default_factory=Precision)
+    compute: Compute = field(default_factory=Compute)
     accumulation: Accumulation = field(default_factory=Accumulation)
     clipping: Clipping = field(default_factory=Clipping)
     mesh: Mesh = field(default_factory=Mesh)
@@ -365,7 +308,7 @@ class Config(Section):
     seed: CountOrZero = 0
 
     def check(self) -> None:
-        if self.data.source != "tokens" and self.model.vocab_size < 256:
+        if self.data.is_bytes and self.model.vocab_size < 256:
             raise ValueError(
                 f"model.vocab_size: got {self.model.vocab_size}, expected at least 256 for bytes"
             )
@@ -375,7 +318,7 @@ class Config(Section):
                 " optimizer.runtime.overlap: backward, which sends gradients before they are"
                 " clipped"
             )
-        for key in ("heads", "kv_heads", "hidden"):
+        for key in () if self.model.path else ("heads", "kv_heads", "hidden"):
             if getattr(self.model, key) % self.mesh.tensor:
                 raise ValueError(
                     f"mesh.tensor: got {self.mesh.tensor}, expected a divisor of "

@@ -1,17 +1,15 @@
-"""Tokens from files, and the order in which they are seen.
+"""Tokens of all documents, and the order in which they are seen.
 
-Owns which files are read, which are held out, and the pure function from (seed, step, place in the
-batch) to a sample. Knows nothing of ranks beyond the places it is asked for; must not keep a
-position, so that any step can be asked for at any time by any number of ranks.
+Owns the pure function from (seed, step, place in the batch) to a sample. Knows nothing of ranks
+beyond the places it is asked for; must not keep a position, so that any step can be asked for at
+any time by any number of ranks.
 """
 
 from __future__ import annotations
 
 import bisect
-import glob
 import hashlib
-import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardmuon.training.config import Data
+from shardmuon.training import documents
+from shardmuon.training.documents import Split
+from shardmuon.training.encoding import Tokenizer, cache_folder, encode
+from shardmuon.training.inputs import Data
 from shardmuon.training.load import ConfigError
 
-__all__ = ["Corpus", "Tokens", "entropy_bits", "open_corpus", "split_files"]
+__all__ = ["Corpus", "Tokens", "entropy_bits", "open_corpus"]
 
 FILE_END = 0
 """Byte put after each text file; text has no zero bytes of its own."""
@@ -78,13 +79,15 @@ class Tokens:
 class Corpus:
     """Training and validation tokens.
 
-    is_bytes: tokens are bytes of text, so that bits per byte has a meaning.
+    is_bytes: tokens are bytes of text. bytes_per_token: of the validation text, so that bits per
+    byte compare models with other tokenizers; None where the text is not known.
     fingerprint: hash of the names and sizes of all files; tells a resumed run that data changed.
     """
 
     train: Tokens
     validation: Tokens
     is_bytes: bool
+    bytes_per_token: float | None
     description: str
     fingerprint: str
 
@@ -98,16 +101,6 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-def split_files(names: Sequence[str], fraction: float) -> tuple[list[str], list[str]]:
-    """(training, validation) names, both sorted; validation are those with the lowest hash.
-
-    At least one name is held out, and at least one is left if there are two.
-    """
-    ranked = sorted(names, key=lambda name: (hashlib.sha256(name.encode()).hexdigest(), name))
-    held = min(max(1, round(fraction * len(ranked))), max(1, len(ranked) - 1))
-    return sorted(ranked[held:]), sorted(ranked[:held])
-
-
 def entropy_bits(tokens: Tokens) -> float:
     """Order-0 entropy in bits per token: what a model that knows only frequencies can reach."""
     highest = max(int(array.max()) for array in tokens.arrays)
@@ -119,80 +112,63 @@ def entropy_bits(tokens: Tokens) -> float:
 
 
 def open_corpus(config: Data, vocab_size: int) -> Corpus:
-    """Find, split and open the files. Raises ConfigError if there are too few or too small."""
-    root, train, validation = _find(config)
-    streams = []
-    for key, names in (("training", train), ("validation", validation)):
-        if config.source == "tokens":
-            arrays = [_map(root / name, config.token_dtype, vocab_size) for name in names]
-        else:
-            arrays = [_read_text([root / name for name in names])]
-        stream = Tokens(arrays, config.sequence_length, vocab_size)
-        if not stream.windows:
+    """Find, split and open the documents. Raises ConfigError if there are too few or too small."""
+    tokenizer = Tokenizer(config, vocab_size) if config.tokenizer is not None else None
+    splits = documents.find(config)
+    sides = [_open(config, split, tokenizer, vocab_size) for split in splits]
+    for name, split, side in zip(("training", "validation"), splits, sides, strict=True):
+        if not side.tokens.windows:
             raise ConfigError(
-                f"data.files: the {len(names)} {key} files hold no sequence of "
+                f"data.files: the {split.count} {name} {split.unit} hold no sequence of "
                 f"{config.sequence_length} + 1 tokens, expected more text or a shorter "
                 "data.sequence_length"
             )
-        streams.append(stream)
-    sizes = [f"{name}:{(root / name).stat().st_size}" for name in (*train, *validation)]
+    lines = [line for split in splits for line in split.identity]
+    lines += [tokenizer.identity] if tokenizer else []
+    train, validation = (
+        f"{split.count:,} {name} {split.unit} ({sum(map(len, side.tokens.arrays)):,} tokens)"
+        for name, split, side in zip(("training", "validation"), splits, sides, strict=True)
+    )
     return Corpus(
-        train=streams[0],
-        validation=streams[1],
-        is_bytes=config.source != "tokens",
-        description=f"{config.source}: {len(train)} training files "
-        f"({sum(map(len, streams[0].arrays)):,} tokens), {len(validation)} validation files "
-        f"({sum(map(len, streams[1].arrays)):,} tokens)",
-        fingerprint=hashlib.sha256("\n".join(sizes).encode()).hexdigest()[:16],
+        train=sides[0].tokens,
+        validation=sides[1].tokens,
+        is_bytes=sides[0].is_bytes,
+        bytes_per_token=sides[1].bytes_per_token,
+        description=f"{config.source}: {train}, {validation}",
+        fingerprint=hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16],
     )
 
 
-def _find(config: Data) -> tuple[Path, list[str], list[str]]:
-    """(folder, training names, validation names); names are relative to the folder."""
-    if config.source == "stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        skipped = {"site-packages", "dist-packages", "__pycache__"}
-        names = [
-            path.relative_to(root).as_posix()
-            for path in root.rglob("*.py")
-            if not skipped.intersection(path.relative_to(root).parts)
-        ]
-        if len(names) < 2:
-            raise ConfigError(
-                f"data.source: the standard library at {root} has {len(names)} source files; "
-                "expected source 'text' with data.files"
-            )
-        return root, *split_files(names, config.validation_fraction)
-    names = _glob("data.files", config.files)
-    if config.validation_files:
-        held = set(_glob("data.validation_files", config.validation_files))
-        train, validation = [n for n in names if n not in held], sorted(held)
-        if not train:
-            raise ConfigError("data.files: all files are validation files, expected others too")
-        return Path(), train, validation
-    if len(names) < 2:
-        raise ConfigError(
-            f"data.files: {len(names)} file matches {', '.join(config.files)}; "
-            "expected at least 2, one of them to validate on"
-        )
-    return Path(), *split_files(names, config.validation_fraction)
+@dataclass(frozen=True)
+class _Side:
+    tokens: Tokens
+    is_bytes: bool
+    bytes_per_token: float | None
 
 
-def _glob(key: str, patterns: Sequence[str]) -> list[str]:
-    """Sorted names of files that match; every pattern must match one."""
-    names: set[str] = set()
-    for pattern in patterns:
-        found = [n for n in glob.glob(pattern, recursive=True) if Path(n).is_file()]
-        if not found:
-            raise ConfigError(f"{key}: no file matches '{pattern}', expected at least one")
-        names.update(found)
-    return sorted(names)
+def _open(config: Data, split: Split, tokenizer: Tokenizer | None, vocab_size: int) -> _Side:
+    """The tokens of one side: mapped files, bytes in memory, or ids from the cache."""
+    if config.source == "tokens":
+        arrays = [_map(path, config.token_dtype, vocab_size) for path in split.paths]
+        return _Side(Tokens(arrays, config.sequence_length, vocab_size), False, None)
+    if tokenizer is None and not split.holds_ids:
+        text = _joined(split.read())
+        return _Side(Tokens([text], config.sequence_length, vocab_size), True, 1.0)
+    if tokenizer is not None and split.holds_ids:
+        raise ConfigError("data.tokenizer: got one, but the column holds token ids already")
+    encoded = encode(split, tokenizer, cache_folder(config), vocab_size)
+    known = encoded.text_bytes is not None and len(encoded.ids) > 0
+    return _Side(
+        Tokens([encoded.ids], config.sequence_length, vocab_size),
+        False,
+        (encoded.text_bytes or 0) / len(encoded.ids) if known else None,
+    )
 
 
-def _read_text(paths: Sequence[Path]) -> NDArray[np.uint8]:
-    """The bytes of all files in one array, each file closed by FILE_END."""
+def _joined(texts: Iterable[bytes]) -> NDArray[np.uint8]:
+    """The bytes of all texts in one array, each closed by FILE_END."""
     end = bytes([FILE_END])
-    return np.frombuffer(b"".join(path.read_bytes() + end for path in paths), dtype=np.uint8)
+    return np.frombuffer(b"".join(text + end for text in texts), dtype=np.uint8)
 
 
 def _map(path: Path, dtype: str, vocab_size: int) -> NDArray[Any]:

@@ -19,7 +19,17 @@ from shardmuon.checkpoint import Checkpointer, publish
 from shardmuon.exchange import collectives
 from shardmuon.exchange.activity import during
 from shardmuon.muon import Muon
-from shardmuon.training import batches, gradients, optimizers, place, resume, schedule, signals
+from shardmuon.training import (
+    architecture,
+    batches,
+    gradients,
+    optimizers,
+    place,
+    resume,
+    schedule,
+    signals,
+)
+from shardmuon.training.architecture import Architecture
 from shardmuon.training.config import Config
 from shardmuon.training.data import Corpus
 from shardmuon.training.metrics import MetricsFile, PhaseTimer, memory_bytes
@@ -37,6 +47,7 @@ class Parts:
     config: Config
     place: Place
     corpus: Corpus
+    architecture: Architecture
     model: nn.Module
     built: Built
     checkpoints: Checkpointer
@@ -66,6 +77,7 @@ class Trainer:
         self, parts: Parts, start: resume.Resume, metrics: MetricsFile, progress: Progress
     ) -> None:
         self.config, self.place, self.corpus = parts.config, parts.place, parts.corpus
+        self.architecture = parts.architecture
         self.model, self.built = parts.model, parts.built
         self.optimizer = parts.built.optimizer
         self.checkpoints = parts.checkpoints
@@ -157,7 +169,7 @@ class Trainer:
     def _token_losses(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy in nats of every token: [B, T] float32."""
         with place.autocast(self.model, self.place.device, self.config.precision):
-            logits: Tensor = self.model(inputs)
+            logits = architecture.logits(self.model, inputs)
         return F.cross_entropy(
             logits.float().flatten(0, 1), targets.flatten(), reduction="none"
         ).view(targets.shape)
@@ -215,15 +227,16 @@ class Trainer:
         self.model.train()
         total, count = collectives.all_reduce_sum_(sums).tolist()
         loss = self.validation_loss = total / count
-        bits = loss / math.log(2) if self.corpus.is_bytes else None
+        known = self.corpus.bytes_per_token
+        bits = loss / math.log(2) / known if known else None
         self.metrics.write("evaluate", self.step, loss=loss, bits_per_byte=bits)
         self.progress.say(f"step {self.step}  validation {self.describe_validation()}")
         self._evaluated = self.step
 
     def describe_validation(self) -> str:
         """The last validation loss in words."""
-        unit = "byte" if self.corpus.is_bytes else "token"
-        bits = self.validation_loss / math.log(2)
+        unit = "byte" if self.corpus.bytes_per_token else "token"
+        bits = self.validation_loss / math.log(2) / (self.corpus.bytes_per_token or 1.0)
         return f"loss {self.validation_loss:.4f} ({bits:.3f} bits per {unit})"
 
     def save(self) -> None:
@@ -232,6 +245,7 @@ class Trainer:
             self.optimizer.check()
         extra = resume.extra(
             self.config,
+            self.architecture.tree,
             self.corpus.fingerprint,
             optimizers.group_lrs(self.optimizer),
             self.step,

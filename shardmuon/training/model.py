@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from shardmuon.training.config import Model
+from shardmuon.training.inputs import Model
 
 __all__ = ["CausalLM", "build", "transformers_config"]
 
@@ -122,13 +123,18 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.recompute = False
+        """Whether backward computes each block once more instead of keeping its activations."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Token ids [B, T] -> [B, T, C]."""
         x = self.embed_tokens(tokens)
         table = rotary_table(tokens.shape[1], self.channels, self.theta, tokens.device)
         for block in self.layers:
-            x = block(x, table)
+            if self.recompute and self.training:
+                x = checkpoint(block, x, table, use_reentrant=False)
+            else:
+                x = block(x, table)
         out: Tensor = self.norm(x)
         return out
 

@@ -10,24 +10,24 @@ import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    PrepareModuleInput,
     RowwiseParallel,
     parallelize_module,
 )
 
 from shardmuon.exchange import collectives
-from shardmuon.training.config import Mesh, Precision
+from shardmuon.training import architecture
+from shardmuon.training.config import Compute, Mesh, Precision
 from shardmuon.training.load import ConfigError
-from shardmuon.training.model import CausalLM
 
 __all__ = [
     "Place",
@@ -41,6 +41,7 @@ __all__ = [
     "start",
 ]
 
+_AS_IT_IS = Compute()
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -137,12 +138,19 @@ def axes(config: Mesh, ranks: int) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if name in kept}
 
 
-def spread(model: CausalLM, place: Place, precision: Precision) -> nn.Module:
+def spread(
+    model: nn.Module, place: Place, precision: Precision, compute: Compute = _AS_IT_IS
+) -> nn.Module:
     """Move the model to its device and shard it, in place: each block alone, then the rest.
 
     Tensor parallelism comes first: FSDP2 then shards each rank's part of a matrix further.
     """
     model.to(place.device)
+    if compute.activation_checkpointing:
+        architecture.recompute_activations(model)
+    if compute.compile:
+        for block in architecture.blocks(model):
+            block.compile()
     if place.mesh is None:
         return model
     names = place.mesh.mesh_dim_names or ()
@@ -155,34 +163,45 @@ def spread(model: CausalLM, place: Place, precision: Precision) -> nn.Module:
     policy = MixedPrecisionPolicy(
         param_dtype=_TYPES[precision.compute], reduce_dtype=_TYPES[precision.reduce]
     )
-    for block in model.model.layers:
+    for block in architecture.blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 
-def _split_blocks(model: CausalLM, mesh: DeviceMesh) -> None:
+def _split_blocks(model: nn.Module, mesh: DeviceMesh) -> None:
     """Give each rank of `mesh` some heads and some hidden channels of every block.
 
     The input becomes a DTensor once per attention and MLP, so that its gradient is summed over
     ranks once and not once per projection.
     """
-    whole = Replicate()
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
     plan: dict[str, ParallelStyle] = {
-        "self_attn": PrepareModuleInput(
-            input_layouts=(whole, None), desired_input_layouts=(whole, None)
-        ),
-        "mlp": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
+        name: styles[style]() for name, style in architecture.tensor_plan(model).items()
     }
-    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
-        plan[name] = ColwiseParallel()
-    for name in ("mlp.gate_proj", "mlp.up_proj"):
-        plan[name] = ColwiseParallel()
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        plan[name] = RowwiseParallel()
-    for block in model.model.layers:
+    for name in {name.rpartition(".")[0] for name in plan}:
+        plan[name] = _WholeInput()
+    for block in architecture.blocks(model):
         # No source rank: all ranks built the same weights, so that none must be sent.
         parallelize_module(block, mesh, plan, src_data_rank=None)
+
+
+class _WholeInput(ParallelStyle):
+    """Makes what a module is given first, or as `hidden_states`, a DTensor that all ranks hold."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def wrap(
+            module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            def whole(value: Tensor) -> Tensor:
+                return DTensor.from_local(value, device_mesh, (Replicate(),))
+
+            if inputs:
+                return (whole(inputs[0]), *inputs[1:]), named
+            return inputs, {**named, "hidden_states": whole(named["hidden_states"])}
+
+        module.register_forward_pre_hook(wrap, with_kwargs=True)
+        return module
 
 
 def autocast(

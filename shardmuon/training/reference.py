@@ -24,7 +24,7 @@ _INTRO = """\
 # Configuration reference
 
 Written by `python -m shardmuon.training.reference`; change the docstrings of
-`shardmuon/training/config.py` instead of this page.
+`shardmuon/training/config.py` and `inputs.py` instead of this page.
 
 One YAML file is one run: `train.py CONFIG [key.path=value ...]`. A key that is left out takes its
 default; `key.path=value` arguments override the file and are read and checked the same way, for

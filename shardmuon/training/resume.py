@@ -6,6 +6,7 @@ refused before a process group exists. Must not import torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,15 +46,23 @@ def checkpoint_folder(config: Config) -> Path:
     return Path(config.logging.directory) / "checkpoints"
 
 
-def extra(config: Config, fingerprint: str, lrs: dict[str, float], step: int) -> dict[str, Any]:
+def extra(
+    config: Config,
+    tree: Mapping[str, Any] | None,
+    fingerprint: str,
+    lrs: dict[str, float],
+    step: int,
+) -> dict[str, Any]:
     """What a manifest holds besides tensors and groups. `step` steps are done.
 
+    tree: config.json of a model of transformers, so that a checkpoint can do without its folder.
     Schedule and data order are pure functions of step and seed, so the next step is their state.
     """
     return {
         "schedule": {"next_step": step, "lr": lrs},
         "data": {"next_step": step, "seed": config.seed, "fingerprint": fingerprint},
         "config": as_tree(config),
+        "architecture": tree,
     }
 
 

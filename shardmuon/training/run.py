@@ -13,17 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from shardmuon.checkpoint import Checkpointer, CheckpointError, publish
 from shardmuon.checkpoint.export import load_weights
 from shardmuon.exchange import collectives
 from shardmuon.muon import Muon
-from shardmuon.training import data, optimizers, place, progress, resume, signals
+from shardmuon.training import architecture, data, optimizers, place, progress, resume, signals
+from shardmuon.training.architecture import Architecture
 from shardmuon.training.config import Config
 from shardmuon.training.load import ConfigError, as_tree
 from shardmuon.training.loop import Parts, Trainer
 from shardmuon.training.metrics import MetricsFile
-from shardmuon.training.model import CausalLM, build
 from shardmuon.training.place import Place
 from shardmuon.watchdog import Watchdog
 
@@ -36,7 +37,8 @@ class Prepared:
 
     config: Config
     corpus: data.Corpus
-    model: CausalLM
+    architecture: Architecture
+    model: nn.Module
     device: torch.device
     start: resume.Resume
 
@@ -44,7 +46,8 @@ class Prepared:
 def prepare(config: Config) -> Prepared:
     """Find data, model, device and checkpoint. Raises ConfigError."""
     device = place.choose_device(config.mesh)
-    corpus = data.open_corpus(config.data, config.model.vocab_size)
+    found = architecture.find(config)
+    corpus = data.open_corpus(config.data, found.vocab_size)
     try:
         start = resume.resolve(config, corpus.fingerprint, place.ranks_started())
     except CheckpointError as error:
@@ -54,9 +57,11 @@ def prepare(config: Config) -> Prepared:
         raise ConfigError(
             f"checkpoint.weights: got '{weights}', expected a folder with .safetensors files"
         )
-    model = build(config.model, config.seed)
+    model = found.build(config.seed)
     optimizers.check(model, config.optimizer)
-    return Prepared(config=config, corpus=corpus, model=model, device=device, start=start)
+    return Prepared(
+        config=config, corpus=corpus, architecture=found, model=model, device=device, start=start
+    )
 
 
 def run(prepared: Prepared, arguments: Sequence[str]) -> None:
@@ -74,7 +79,7 @@ def _train(prepared: Prepared, here: Place, arguments: Sequence[str]) -> None:
     torch.manual_seed(config.seed + here.data_rank)
     checkpoints = _checkpointer(config)
     start, notes = _agree(prepared, checkpoints)
-    model = place.spread(prepared.model, here, config.precision)
+    model = place.spread(prepared.model, here, config.precision, config.compute)
     if start.path is None and config.checkpoint.weights is not None:
         load_weights(config.checkpoint.weights, model)
     built = optimizers.build(model, config.optimizer, here.device, here.mesh)
@@ -84,6 +89,7 @@ def _train(prepared: Prepared, here: Place, arguments: Sequence[str]) -> None:
         config=config,
         place=here,
         corpus=prepared.corpus,
+        architecture=prepared.architecture,
         model=model,
         built=built,
         checkpoints=checkpoints,

@@ -68,7 +68,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("run") / "checkpoints"
     model, optimizer = _pair(0)
     take_a_step(optimizer)
-    extra = resume.extra(_config(root), "files", {"muon.0": 0.1}, STEP)
+    extra = resume.extra(_config(root), None, "files", {"muon.0": 0.1}, STEP)
     with closing(Checkpointer(root)) as checkpoints:
         return checkpoints.save(STEP, model, optimizer, extra)
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from shardmuon.planning.models import MODELS
 from shardmuon.routing import param_groups
-from shardmuon.tools import sources
 from shardmuon.tools.sources import Listed, read_source
 from shardmuon.tools.workloads import WORKLOADS
+from shardmuon.training import architecture
 from shardmuon.training.config import Model
 from shardmuon.training.model import build
 from tests.tools.listed import (
@@ -284,8 +284,8 @@ def test_without_transformers_a_config_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config(tmp_path, model_type="llama", **SIZES)
-    monkeypatch.setattr(sources, "find_spec", lambda _: None)
-    assert refusal(tmp_path).endswith("pip install transformers")
+    monkeypatch.setattr(architecture, "find_spec", lambda _: None)
+    assert refusal(tmp_path).endswith("pip install 'shardmuon[hf]'")
     write(tmp_path / "model.safetensors", {"a.up.weight": (4, 8)})  # headers need nothing
     assert read_source(str(tmp_path)).parameters == (Listed("a.up.weight", (4, 8), MUON),)
 

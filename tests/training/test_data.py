@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardmuon.training import batches, data
+from shardmuon.training import batches, data, documents
 from shardmuon.training.config import Accumulation, Config, Data, Evaluation
 from shardmuon.training.load import ConfigError
 from shardmuon.training.place import Place
@@ -26,16 +26,16 @@ def numbered(length: int = 8) -> data.Tokens:
 
 def test_split_is_disjoint_complete_and_independent_of_order() -> None:
     names = [f"d/file{i}.py" for i in range(101)]
-    train, held = data.split_files(names, 0.1)
+    train, held = documents.split_files(names, 0.1)
     assert not set(train) & set(held)
     assert sorted(train + held) == sorted(names)
     assert len(held) == 10
-    assert data.split_files(names[::-1], 0.1) == (train, held)
+    assert documents.split_files(names[::-1], 0.1) == (train, held)
 
 
 @pytest.mark.parametrize(("count", "fraction"), [(2, 0.001), (2, 0.999), (5, 0.001), (5, 0.999)])
 def test_split_leaves_a_file_on_each_side(count: int, fraction: float) -> None:
-    train, held = data.split_files([str(i) for i in range(count)], fraction)
+    train, held = documents.split_files([str(i) for i in range(count)], fraction)
     assert train
     assert held
 

@@ -29,7 +29,7 @@ def saved(folder: Path, step: int = 10) -> Path:
     """A checkpoint as two ranks publish it, but for its tensors."""
     temporary = publish.open_temporary(folder / "checkpoints", step)
     (temporary / "data").write_text(str(step))
-    extra = resume.extra(config(folder), "files", {"muon.0": 0.1}, step)
+    extra = resume.extra(config(folder), None, "files", {"muon.0": 0.1}, step)
     files = {"data": publish.record_of(temporary / "data")}
     return publish.publish(temporary, {**extra, **NOTHING, "step": step, "world_size": 2}, files)
 

@@ -1,0 +1,67 @@
+"""Whole runs on files in Hugging Face's formats: every mesh gives the numbers of one rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardmuon.tools import command
+from shardmuon.training.config import Mesh
+from tests.conftest import Worlds
+from tests.training import hugging_face
+from tests.training.test_layouts import Numbers, numbers
+
+RECOMPUTE = "compute.activation_checkpointing=true"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides that train a Llama from its weights on rows of text through a tokenizer."""
+    top = tmp_path_factory.mktemp("files")
+    model = hugging_face.model_folder(top / "model", weights=True)
+    rows = hugging_face.dataset(top / "rows", {"text": hugging_face.TEXTS})
+    tokenizer = hugging_face.tokenizer_file(top / "tokenizer.json")
+    data = f"source: dataset, files: [{rows}], tokenizer: {tokenizer}, cache: {top}/cache"
+    return [
+        f"model={{path: {model}}}",
+        f"data={{{data}, sequence_length: 32, batch_sequences: 8}}",
+    ]
+
+
+@pytest.fixture(scope="module")
+def right(
+    pools: Worlds, files: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Numbers, Path]:
+    """The numbers of one rank, and its folder."""
+    folder = tmp_path_factory.mktemp("one")
+    return numbers(pools, 1, Mesh(), files, folder), folder
+
+
+@pytest.mark.parametrize(
+    ("world", "mesh", "more"),
+    [(2, Mesh(), []), (2, Mesh(tensor=2), [RECOMPUTE]), (4, Mesh(tensor=2), [])],
+)
+def test_every_mesh_gives_the_numbers_of_one_rank(
+    pools: Worlds,
+    right: tuple[Numbers, Path],
+    files: list[str],
+    tmp_path: Path,
+    world: int,
+    mesh: Mesh,
+    more: list[str],
+) -> None:
+    found = numbers(pools, world, mesh, [*files, *more], tmp_path)
+    for key, values in right[0].items():
+        assert found[key] == pytest.approx(values, rel=1e-5), key
+
+
+def test_its_export_is_a_folder_of_transformers(
+    right: tuple[Numbers, Path], tmp_path: Path
+) -> None:
+    target = tmp_path / "export"
+    auto: Any = transformers.AutoModelForCausalLM
+    assert command.main(["export", str(right[1]), str(target)]) == 0
+    model, info = auto.from_pretrained(target, output_loading_info=True)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert not any(info.values())
