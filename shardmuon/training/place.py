@@ -35,6 +35,7 @@ __all__ = [
     "axes",
     "choose_device",
     "launcher",
+    "nodes_started",
     "ranks_started",
     "settle",
     "spread",
@@ -43,6 +44,8 @@ __all__ = [
 
 _AS_IT_IS = Compute()
 _TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_PORT = 29400
+"""Where torchrun's rendezvous listens unless it is told otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +84,26 @@ def ranks_started() -> int:
 
 
 def launcher() -> str:
-    """The command that starts as many ranks again, by this interpreter: no PATH is assumed."""
+    """The command that starts as many ranks again, by this interpreter: no PATH is assumed.
+
+    On several nodes it is for each of them, and they meet at the node of the first rank: workers
+    are not told where they met.
+    """
     python = sys.executable.removeprefix(f"{os.getcwd()}/")
     if "WORLD_SIZE" not in os.environ:
         return python
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks_started()))
-    nodes = "--standalone" if local == ranks_started() else f"--nnodes {ranks_started() // local}"
-    return f"{python} -m torch.distributed.run {nodes} --nproc-per-node {local}"
+    meeting = "--standalone"
+    if local != ranks_started():
+        head = os.environ.get("MASTER_ADDR", "HOST")
+        meeting = f"--nnodes {ranks_started() // local} "
+        meeting += f"--rdzv-backend c10d --rdzv-endpoint {head}:{_PORT}"
+    return f"{python} -m torch.distributed.run {meeting} --nproc-per-node {local}"
+
+
+def nodes_started() -> int:
+    """Nodes that torchrun started ranks on."""
+    return ranks_started() // int(os.environ.get("LOCAL_WORLD_SIZE", ranks_started()))
 
 
 def choose_device(config: Mesh) -> torch.device:

@@ -186,4 +186,6 @@ def resume_command(config: Config, arguments: Sequence[str]) -> str:
     kept = list({a.partition("=")[0]: a for a in kept}.values())
     if config.schedule.stop_at is not None:
         kept.append("schedule.stop_at=null")
-    return f"{place.launcher()} {shlex.join(['train.py', *kept, 'checkpoint.resume=auto'])}"
+    command = f"{place.launcher()} {shlex.join(['train.py', *kept, 'checkpoint.resume=auto'])}"
+    nodes = place.nodes_started()
+    return command if nodes == 1 else f"{command}  # on each of {nodes} nodes"

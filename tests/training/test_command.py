@@ -126,11 +126,13 @@ def test_resume_command_lifts_an_early_stop(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "executable", "/opt/bin/python3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "node7")
     config = load(TINY, ["schedule.stop_at=3"])
     command = run.resume_command(config, [TINY, "schedule.stop_at=3"])
     assert command == (
-        f"/opt/bin/python3 -m torch.distributed.run --nnodes 2 --nproc-per-node 2 train.py {TINY} "
-        "schedule.stop_at=null checkpoint.resume=auto"
+        "/opt/bin/python3 -m torch.distributed.run --nnodes 2 --rdzv-backend c10d "
+        f"--rdzv-endpoint node7:29400 --nproc-per-node 2 train.py {TINY} "
+        "schedule.stop_at=null checkpoint.resume=auto  # on each of 2 nodes"
     )
 
 
