@@ -1,6 +1,6 @@
 """Ends a job that hangs, and says which ranks are missing where.
 
-Owns one thread per process and what it tells the others through the rendezvous store, which works
+Owns two threads per process and what it tells the others through the rendezvous store, which works
 while process groups are stuck. It acts when this rank has waited too long for a collective, when a
 rank beside it falls silent, or when another rank's watchdog has acted.
 """
@@ -64,7 +64,9 @@ class Watchdog:
         self._beat_s = min(5.0, max(0.05, min(limit_s, silent_s) / 8))
         self._rank, self._ranks = collectives.rank(), collectives.world_size()
         self._stop = threading.Event()
+        self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._looks = 0
         self._neighbour = (self._rank + 1) % self._ranks
         self._heard: tuple[str, float] | None = None
 
@@ -76,6 +78,7 @@ class Watchdog:
             activity.watch_marks(True)
             self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
             self._thread.start()
+            threading.Thread(target=self._guard, name="watchdog's guard", daemon=True).start()
         return self
 
     def __exit__(
@@ -93,6 +96,7 @@ class Watchdog:
             if error is not None:
                 self._ask_to_end(f"{type(error).__name__}: {error}")
             self._store.set(f"{_GONE}/{self._rank}", "")
+        self._over.set()
 
     # -- the thread -----------------------------------------------------------------------------
 
@@ -106,8 +110,21 @@ class Watchdog:
                 lost_since = lost_since or time.monotonic()
                 if time.monotonic() - lost_since > self._silent_s:
                     self._end(f"the rendezvous store is lost: {error}")
+            self._looks += 1
             if self._stop.wait(self._beat_s):
                 return
+
+    def _guard(self) -> None:
+        """End the process if the store never answers: it may live in a rank that is stopped.
+
+        Counts turns of its own, so that a pause of the whole process is no silence of the store.
+        """
+        looks, quiet_s = self._looks, 0.0
+        while not self._over.wait(self._beat_s):
+            quiet_s = quiet_s + self._beat_s if looks == self._looks else 0.0
+            looks = self._looks
+            if quiet_s > self._silent_s + 2 * _GRACE_S:
+                self._end("the rendezvous store does not answer", tell=False)
 
     def _look(self) -> None:
         beat, waits = self._own_beat()
@@ -167,12 +184,13 @@ class Watchdog:
             return f"{beat.text} of step {beat.step}, as this one"
         return str(beat)
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, tell: bool = True) -> None:
         """Say why, tell the others, and end the process."""
         print(f"[rank {self._rank}] watchdog ends the job: {why}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
         with contextlib.suppress(RuntimeError):  # the store may be what was lost
-            self._ask_to_end(why)
+            if tell:
+                self._ask_to_end(why)
         os._exit(EXIT_CODE)
 
     def _ask_to_end(self, why: str) -> None:

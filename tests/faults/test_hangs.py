@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 import time
 
 import pytest
 
 import shardmuon
+from shardmuon.exchange import collectives
 from tests.conftest import Worlds
 from tests.faults import hangs
 
@@ -52,6 +54,34 @@ def entered_again() -> list[float]:
 
 def test_what_was_said_in_an_earlier_block_is_over(pools: Worlds) -> None:
     assert pools.run(2, entered_again) == [[1.0]] * 2
+
+
+class Mute:
+    """A store that answers nothing until it is released, as that of a stopped process."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.released.wait()
+
+    def check(self, keys: list[str]) -> bool:
+        return False
+
+
+def test_a_store_that_does_not_answer_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, said = Mute(), list[tuple[str, bool]]()
+
+    def end(self: shardmuon.Watchdog, why: str, tell: bool = True) -> None:
+        said.append((why, tell))
+        store.released.set()
+
+    monkeypatch.setattr(collectives, "world_size", lambda: 2)
+    monkeypatch.setattr(collectives, "side_channel", lambda prefix, timeout_s: store)
+    monkeypatch.setattr(shardmuon.Watchdog, "_end", end)
+    with shardmuon.Watchdog(60.0, 0.4):
+        assert store.released.wait(20)
+    assert said == [("the rendezvous store does not answer", False)]
 
 
 def test_without_other_ranks_nothing_is_watched() -> None:
