@@ -1,0 +1,1 @@
+"""Tests of settings that come from other implementations."""
