@@ -16,7 +16,7 @@ from tests import ranks
 from tests.conftest import Worlds
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -48,7 +48,7 @@ def broken_links(document: Path) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_relative_links_lead_somewhere(document: Path) -> None:
     assert broken_links(document) == []
 
@@ -64,7 +64,8 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
 
 def test_every_page_is_in_the_index() -> None:
     listed = set(LINK.findall((ROOT / "docs" / "README.md").read_text(encoding="utf-8")))
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    folder = ROOT / "docs"
+    pages = {path.relative_to(folder).as_posix() for path in folder.rglob("*.md")} - {"README.md"}
     assert pages <= listed
 
 
