@@ -270,8 +270,9 @@ class Logging(Section):
 
     directory: folder of the run: metrics.jsonl and checkpoints/.
     every: steps between lines of metrics.
-    progress: "bar" is a live bar, "lines" prints plain lines, "none" nothing; "auto" is a bar on
-        a terminal and lines elsewhere.
+    progress: "live" draws a view of the run on the terminal, which needs rich, "lines" prints
+        plain lines, "none" nothing; "auto" is live on a terminal, if rich is there, and lines
+        elsewhere.
     orthogonality: whether lines of metrics say how orthogonal the first rank's updates are, which
         costs a product in float64 for each of its matrices.
     """
@@ -279,7 +280,7 @@ class Logging(Section):
     directory: str = "runs/default"
     every: Count = 10
     orthogonality: bool = False
-    progress: Literal["auto", "bar", "lines", "none"] = "auto"
+    progress: Literal["auto", "live", "lines", "none"] = "auto"
 
     def check(self) -> None:
         if not self.directory:

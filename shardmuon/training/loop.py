@@ -32,10 +32,11 @@ from shardmuon.training import (
 from shardmuon.training.architecture import Architecture
 from shardmuon.training.config import Config
 from shardmuon.training.data import Corpus
-from shardmuon.training.metrics import MetricsFile, PhaseTimer, memory_bytes
+from shardmuon.training.metrics import Recorder
 from shardmuon.training.optimizers import Built
 from shardmuon.training.place import Place
-from shardmuon.training.progress import Progress
+from shardmuon.training.progress import Progress, validation_text
+from shardmuon.training.timing import PhaseTimer, memory_bytes
 
 __all__ = ["Parts", "Trainer"]
 
@@ -74,7 +75,7 @@ class Trainer:
     """
 
     def __init__(
-        self, parts: Parts, start: resume.Resume, metrics: MetricsFile, progress: Progress
+        self, parts: Parts, start: resume.Resume, records: Recorder, progress: Progress
     ) -> None:
         self.config, self.place, self.corpus = parts.config, parts.place, parts.corpus
         self.architecture = parts.architecture
@@ -85,7 +86,7 @@ class Trainer:
         self.step = start.step
         self.last_step = min(self.config.schedule.stop_at or math.inf, self.config.schedule.steps)
         self.scheduler = schedule.build(self.optimizer, self.config.schedule, start.step)
-        self.metrics, self.progress = metrics, progress
+        self.records, self.progress = records, progress
         self.timer = PhaseTimer(self.place.device)
         self.validation_loss = math.nan
         self.stopped = False
@@ -115,7 +116,7 @@ class Trainer:
         with self.timer.phase("step"):
             result = self._train_step(logged)
         self.step += 1
-        self.progress.advance()
+        self.progress.advance(self.step)
         if logged:
             self._log(result)
         if config.mesh.check_replicas and self.step % config.mesh.check_replicas == 0:
@@ -182,26 +183,17 @@ class Trainer:
         seconds = self.timer.take()
         data = self.config.data
         speed = data.batch_sequences * data.sequence_length / seconds["step"]
-        norm = float(result.grad_norm)
-        self.metrics.write(
+        self.records.write(
             "train",
             self.step,
             loss=loss,
-            grad_norm=norm,
+            grad_norm=float(result.grad_norm),
             update_rms=result.update_rms,
             optimizer=self._optimizer_stats(),
             lr=self.lr,
             seconds=seconds,
             tokens_per_s=speed,
             memory_bytes=memory_bytes(self.place.device),
-        )
-        self.progress.show(
-            {
-                "loss": f"{loss:.3f}",
-                "tok/s": f"{speed:,.0f}",
-                "lr": f"{next(iter(self.lr.values())):.2e}",
-                "gnorm": f"{norm:.2f}",
-            }
         )
 
     def _check_replicas(self) -> None:
@@ -227,17 +219,17 @@ class Trainer:
         self.model.train()
         total, count = collectives.all_reduce_sum_(sums).tolist()
         loss = self.validation_loss = total / count
-        known = self.corpus.bytes_per_token
-        bits = loss / math.log(2) / known if known else None
-        self.metrics.write("evaluate", self.step, loss=loss, bits_per_byte=bits)
-        self.progress.say(f"step {self.step}  validation {self.describe_validation()}")
+        self.records.write("evaluate", self.step, loss=loss, bits_per_byte=self._bits_per_byte())
         self._evaluated = self.step
 
     def describe_validation(self) -> str:
         """The last validation loss in words."""
-        unit = "byte" if self.corpus.bytes_per_token else "token"
-        bits = self.validation_loss / math.log(2) / (self.corpus.bytes_per_token or 1.0)
-        return f"loss {self.validation_loss:.4f} ({bits:.3f} bits per {unit})"
+        return validation_text(self.validation_loss, self._bits_per_byte())
+
+    def _bits_per_byte(self) -> float | None:
+        """The last validation loss per byte of text; None where the text is not known."""
+        known = self.corpus.bytes_per_token
+        return self.validation_loss / math.log(2) / known if known else None
 
     def save(self) -> None:
         """Save a checkpoint of the state after `step` steps."""
@@ -252,5 +244,5 @@ class Trainer:
         )
         path = self.checkpoints.save(self.step, self.model, self.optimizer, extra)
         saved = "is saving" if self.config.checkpoint.async_ else "saved"
-        self.progress.say(f"step {self.step}  {saved} {path}")
+        self.progress.say(self.step, f"{saved} {path}")
         self._saved = self.step

@@ -1,103 +1,159 @@
-"""Numbers of a run: the JSONL file, phase times and memory.
+"""Records of a run, and their file.
 
-Owns the form of metrics.jsonl: one JSON object a line with `event` and `step` (optimizer steps
-done). "start" holds the configuration, "train" and "evaluate" the numbers. A resumed run appends,
-so that a step can occur twice; `read` keeps the later line.
+Owns the form of metrics.jsonl: one JSON object a line with `event`, `step` (optimizer steps done)
+and `elapsed_s` (seconds since this process began to train). "start" holds the configuration,
+"train" and "evaluate" the numbers. A resumed run appends another "start", and repeats steps that
+came after its checkpoint; the readers here leave out what was repeated. Must not import torch.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import resource
-import sys
 import time
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
+__all__ = ["MetricsFile", "Recorder", "Tracker", "history", "read"]
 
-__all__ = ["MetricsFile", "PhaseTimer", "memory_bytes", "read"]
+
+class Tracker(Protocol):
+    """Takes the records of a run as they come; only the first rank of a run has any."""
+
+    def write(self, event: str, step: int, numbers: Mapping[str, Any]) -> None:
+        """Take one record. numbers: as in metrics.jsonl, perhaps not finite."""
+
+    def close(self) -> None:
+        """No record follows."""
+
+
+class Recorder:
+    """Hands each record to all trackers, with the seconds since the recorder was made.
+
+    needed: an error of theirs ends the run. optional: an error of one warns, and it gets no more.
+    """
+
+    def __init__(self, needed: Sequence[Tracker], optional: Sequence[Tracker] = ()) -> None:
+        self._needed, self._optional = list(needed), list(optional)
+        self._began = time.perf_counter()
+
+    def write(self, event: str, step: int, **numbers: Any) -> None:
+        """Write one record."""
+        record = {"elapsed_s": round(time.perf_counter() - self._began, 3), **numbers}
+        for tracker in self._needed:
+            tracker.write(event, step, record)
+        for tracker in list(self._optional):
+            try:
+                tracker.write(event, step, record)
+            except Exception as error:
+                self._give_up(tracker, error)
+
+    def close(self) -> None:
+        """Close all trackers."""
+        for tracker in self._needed:
+            tracker.close()
+        for tracker in list(self._optional):
+            try:
+                tracker.close()
+            except Exception as error:
+                self._give_up(tracker, error)
+
+    def _give_up(self, tracker: Tracker, error: Exception) -> None:
+        self._optional.remove(tracker)
+        warnings.warn(
+            f"{type(tracker).__name__} gets no more numbers of this run, training goes on: "
+            f"{type(error).__name__}: {error}",
+            stacklevel=3,
+        )
 
 
 class MetricsFile:
-    """Appends records; a closed or absent file (path None) takes none and says nothing."""
+    """metrics.jsonl, appended to. Each line reaches the system at once."""
 
-    def __init__(self, path: Path | None) -> None:
-        self._file = None
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8")
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torn = path.exists() and path.read_bytes()[-1:] not in (b"", b"\n")
+        self._file = path.open("a", encoding="utf-8")
+        if torn:  # by a process that was killed while it wrote
+            self._file.write("\n")
 
-    def write(self, event: str, step: int, **values: Any) -> None:
-        """Append one line and hand it to the system at once. Non-finite numbers become null."""
-        if self._file is not None:
-            record = {"event": event, "step": step, **_finite(values)}
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
-            self._file.flush()
+    def write(self, event: str, step: int, numbers: Mapping[str, Any]) -> None:
+        """Append one line. Non-finite numbers become null."""
+        record = {"event": event, "step": step, **_finite(dict(numbers))}
+        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._file.flush()
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
 
 def read(path: Path, event: str) -> list[dict[str, Any]]:
     """Records of one kind in the order of their steps, the last one written for each step."""
     found = {}
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            record = json.loads(line)
-            if record["event"] == event:
-                found[record["step"]] = record
+    for record in _records(path):
+        if record["event"] == event:
+            found[record["step"]] = record
     return [found[step] for step in sorted(found)]
 
 
-class PhaseTimer:
-    """Seconds spent in named phases of a step, without stalling a GPU.
+def history(path: Path) -> list[dict[str, Any]]:
+    """Records of all processes that took part in a run, as if it had never been interrupted.
 
-    On CUDA the marks are events on the current stream, read when `take` has synchronized.
+    Each also has `time_s` and `tokens`, of the whole run up to there. A "start" drops what came
+    after its checkpoint, and the time that was lost with it. Raises ValueError for a file that
+    does not begin with a "start".
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._spans: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time what runs inside."""
-        start = self._mark()
-        yield
-        self._spans[name].append((start, self._mark()))
-
-    def take(self) -> dict[str, float]:
-        """Mean seconds of each phase since the last call; forgets them."""
-        if self._cuda:
-            torch.cuda.synchronize()
-        means = {}
-        for name, spans in self._spans.items():
-            seconds = [s.elapsed_time(e) / 1e3 if self._cuda else e - s for s, e in spans]
-            means[name] = sum(seconds) / len(seconds)
-        self._spans.clear()
-        return means
-
-    def _mark(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    kept: list[dict[str, Any]] = []
+    begun: dict[str, Any] | None = None
+    for record in _records(path):
+        step = record["step"]
+        if record["event"] == "start":
+            time_s, tokens = _reached(kept, record)
+            begun = record | {"time_s": time_s, "tokens": tokens}
+            kept = [r for r in kept if r["step"] <= step]
+            kept.append(begun)
+        elif begun is None:
+            raise ValueError(f'{path}: expected a line with "event": "start" first')
+        else:
+            more = (step - begun["step"]) * _tokens_a_step(begun)
+            time_s = begun["time_s"] + record.get("elapsed_s", math.nan)
+            kept.append(record | {"time_s": time_s, "tokens": begun["tokens"] + more})
+    return kept
 
 
-def memory_bytes(device: torch.device) -> int:
-    """Highest memory so far: allocated on the GPU, or resident in this process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """All whole lines; the last may be half written, or was when its process was killed."""
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue
+
+
+def _reached(kept: Sequence[dict[str, Any]], start: dict[str, Any]) -> tuple[float, int]:
+    """(seconds, tokens) after the steps at which `start` continues, between records in a line."""
+    step = start["step"]
+    after = bisect_right(kept, step, key=lambda record: record["step"])
+    if not after:
+        return 0.0, step * _tokens_a_step(start)  # nothing, or it continues another folder's run
+    last = kept[after - 1]
+    share, time_s, tokens = 0.0, last["time_s"], last["tokens"]
+    if after < len(kept) and last["step"] < step:
+        following = kept[after]
+        share = (step - last["step"]) / (following["step"] - last["step"])
+        time_s += share * (following["time_s"] - last["time_s"])
+    owner = next(r for r in reversed(kept[:after]) if r["event"] == "start")
+    return time_s, tokens + (step - last["step"]) * _tokens_a_step(owner)
+
+
+def _tokens_a_step(start: Mapping[str, Any]) -> int:
+    data = start["config"]["data"]
+    return int(data["batch_sequences"] * data["sequence_length"])
 
 
 def _finite(value: Any) -> Any:

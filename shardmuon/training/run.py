@@ -24,7 +24,7 @@ from shardmuon.training.architecture import Architecture
 from shardmuon.training.config import Config
 from shardmuon.training.load import ConfigError, as_tree
 from shardmuon.training.loop import Parts, Trainer
-from shardmuon.training.metrics import MetricsFile
+from shardmuon.training.metrics import MetricsFile, Recorder
 from shardmuon.training.place import Place
 from shardmuon.watchdog import Watchdog
 
@@ -45,6 +45,7 @@ class Prepared:
 
 def prepare(config: Config) -> Prepared:
     """Find data, model, device and checkpoint. Raises ConfigError."""
+    progress.check(config.logging.progress)
     device = place.choose_device(config.mesh)
     found = architecture.find(config)
     corpus = data.open_corpus(config.data, found.vocab_size)
@@ -96,19 +97,37 @@ def _train(prepared: Prepared, here: Place, arguments: Sequence[str]) -> None:
     )
     _announce(prepared, parts, start, notes)
     folder = Path(config.logging.directory)
-    metrics = MetricsFile(folder / "metrics.jsonl" if here.first else None)
-    bar = progress.Progress(
-        progress.choose(config.logging.progress, here.first), start.step, config.schedule.steps
-    )
+    shown = progress.make(progress.choose(config.logging.progress, here.first))
     if here.first:
         signals.clear_marker(folder)
-    with closing(metrics), closing(bar):
-        metrics.write("start", start.step, ranks=here.ranks, config=as_tree(config))
-        trainer = Trainer(parts, start, metrics, bar)
+    with closing(_recorder(config, here, shown)) as records:
+        records.write(
+            "start",
+            start.step,
+            ranks=here.ranks,
+            config=as_tree(config),
+            loads_flops=_loads(built.optimizer),
+        )
+        trainer = Trainer(parts, start, records, shown)
         trainer.run()
     if here.first and config.logging.progress != "none":
         _conclude(trainer, arguments)
     checkpoints.close()
+
+
+def _recorder(config: Config, here: Place, shown: progress.Progress) -> Recorder:
+    """Where the first rank's numbers go; those of others go nowhere."""
+    if not here.first:
+        return Recorder([])
+    return Recorder([MetricsFile(Path(config.logging.directory) / "metrics.jsonl"), shown])
+
+
+def _loads(optimizer: torch.optim.Optimizer) -> list[int] | None:
+    """Cost of each rank's Newton-Schulz in a step, in the order of ranks; None without Muon."""
+    if not isinstance(optimizer, Muon):
+        return None
+    loads = optimizer.plan.loads()
+    return [loads[rank] for rank in sorted(loads)]
 
 
 def _checkpointer(config: Config) -> Checkpointer:
