@@ -26,13 +26,15 @@ DTYPES = ("float32", "bfloat16", "float16")
 def main(arguments: Sequence[str]) -> int:
     """Run what the arguments say; returns the exit code."""
     options = _parser().parse_args(arguments)
-    run = {
+    commands = {
         "bench": _bench,
         "export": _export,
         "generate": _generate,
         "plan": _plan,
+        "plot": _plot,
         "trace": _trace,
-    }[options.command]
+    }
+    run = commands[options.command]
     try:
         run(options)
     except ConfigError as error:
@@ -79,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     share.add_argument("cols", type=_count)
     _add_plan(commands)
     _add_generate(commands)
+    _add_plot(commands)
     trace = commands.add_parser("trace", help="profile shardmuon's steps, rank by rank")
     trace.add_argument("model", choices=WORKLOADS)
     trace.add_argument("--folder", type=Path, default=Path("trace"), help="for traces and picture")
@@ -127,6 +130,22 @@ def _add_generate(commands: Any) -> None:
     )
     generate.add_argument("--top-k", type=_count, default=0, help="draw among that many only")
     generate.add_argument("--seed", type=int, default=0)
+
+
+def _add_plot(commands: Any) -> None:
+    plot = commands.add_parser("plot", help="compare runs: a table, and a picture of their losses")
+    plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    plot.add_argument(
+        "--by",
+        choices=("step", "tokens", "time", "all"),
+        default="all",
+        help="over what losses are drawn; left out: one panel for each",
+    )
+    plot.add_argument(
+        "--out", type=_new_file, default=Path("runs.png"), help="the picture, .png or .svg"
+    )
+    plot.add_argument("--log", action="store_true", help="logarithmic axes")
+    plot.add_argument("--table", action="store_true", help="only the table, without a picture")
 
 
 def _mesh(text: str) -> tuple[int, int]:
@@ -231,6 +250,20 @@ def _plan(options: argparse.Namespace) -> None:
         )
     collectives.barrier()
     collectives.stop()
+
+
+def _plot(options: argparse.Namespace) -> None:
+    from shardmuon.tools import plot_runs
+
+    runs = plot_runs.read_runs(options.runs)
+    print(plot_runs.compare(runs))
+    if options.table:
+        return
+    if options.out.suffix not in (".png", ".svg"):
+        raise ConfigError(f"--out: got {options.out}, expected a name that ends in .png or .svg")
+    by = tuple(plot_runs.AXES) if options.by == "all" else (options.by,)
+    plot_runs.draw(runs, by, options.out, options.log)
+    print(f"\nwrote {options.out}")
 
 
 def _export(options: argparse.Namespace) -> None:
