@@ -273,6 +273,10 @@ class Logging(Section):
     progress: "live" draws a view of the run on the terminal, which needs rich, "lines" prints
         plain lines, "none" nothing; "auto" is live on a terminal, if rich is there, and lines
         elsewhere.
+    tensorboard: also write the numbers as TensorBoard events, into the folder `tensorboard` of
+        `directory`.
+    wandb: project of Weights & Biases that also gets the numbers; null is none. Its own
+        environment variables hold, such as WANDB_MODE=offline.
     orthogonality: whether lines of metrics say how orthogonal the first rank's updates are, which
         costs a product in float64 for each of its matrices.
     """
@@ -281,10 +285,14 @@ class Logging(Section):
     every: Count = 10
     orthogonality: bool = False
     progress: Literal["auto", "live", "lines", "none"] = "auto"
+    tensorboard: bool = False
+    wandb: str | None = None
 
     def check(self) -> None:
         if not self.directory:
             raise ValueError("directory: got '', expected a folder")
+        if self.wandb == "":
+            raise ValueError("wandb: got '', expected the name of a project, or null")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,16 @@ from shardmuon.checkpoint import Checkpointer, CheckpointError, publish
 from shardmuon.checkpoint.export import load_weights
 from shardmuon.exchange import collectives
 from shardmuon.muon import Muon
-from shardmuon.training import architecture, data, optimizers, place, progress, resume, signals
+from shardmuon.training import (
+    architecture,
+    data,
+    optimizers,
+    place,
+    progress,
+    resume,
+    signals,
+    trackers,
+)
 from shardmuon.training.architecture import Architecture
 from shardmuon.training.config import Config
 from shardmuon.training.load import ConfigError, as_tree
@@ -46,6 +55,7 @@ class Prepared:
 def prepare(config: Config) -> Prepared:
     """Find data, model, device and checkpoint. Raises ConfigError."""
     progress.check(config.logging.progress)
+    trackers.check(config.logging)
     device = place.choose_device(config.mesh)
     found = architecture.find(config)
     corpus = data.open_corpus(config.data, found.vocab_size)
@@ -100,7 +110,7 @@ def _train(prepared: Prepared, here: Place, arguments: Sequence[str]) -> None:
     shown = progress.make(progress.choose(config.logging.progress, here.first))
     if here.first:
         signals.clear_marker(folder)
-    with closing(_recorder(config, here, shown)) as records:
+    with closing(_recorder(config, here, start.step, shown)) as records:
         records.write(
             "start",
             start.step,
@@ -115,11 +125,12 @@ def _train(prepared: Prepared, here: Place, arguments: Sequence[str]) -> None:
     checkpoints.close()
 
 
-def _recorder(config: Config, here: Place, shown: progress.Progress) -> Recorder:
+def _recorder(config: Config, here: Place, step: int, shown: progress.Progress) -> Recorder:
     """Where the first rank's numbers go; those of others go nowhere."""
     if not here.first:
         return Recorder([])
-    return Recorder([MetricsFile(Path(config.logging.directory) / "metrics.jsonl"), shown])
+    file = MetricsFile(Path(config.logging.directory) / "metrics.jsonl")
+    return Recorder([file, shown], trackers.start(config.logging, step, as_tree(config)))
 
 
 def _loads(optimizer: torch.optim.Optimizer) -> list[int] | None:
