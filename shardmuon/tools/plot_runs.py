@@ -169,6 +169,9 @@ def _panel(axes: Any, runs: Sequence[Run], names: Sequence[str], axis: str, log:
     if log:
         axes.set_xscale("log")
         axes.set_yscale("log")
+        for place in (axes.xaxis, axes.yaxis):
+            place.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")  # losses seldom span a power of ten
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 

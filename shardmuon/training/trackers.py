@@ -83,17 +83,17 @@ class TensorBoard:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         purge = step + 1 if step or folder.exists() else None
-        self._writer = SummaryWriter(str(folder), purge_step=purge)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
 
     def write(self, event: str, step: int, numbers: Mapping[str, Any]) -> None:
         """Add the numbers of a record; of a "start" nothing."""
         if event != "start":
             for name, value in scalars(event, numbers).items():
-                self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+                self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Write what is left."""
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 class WandB:

@@ -140,11 +140,13 @@ def test_prints_and_warnings_stay_whole_and_the_cursor_visible() -> None:
     live.write("train", 10, NUMBERS)
     live.advance(10)
     live.say(10, "saved here")
+    # Already now: a process that is killed restores nothing.
+    written = console.file.getvalue()  # type: ignore[attr-defined]
+    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
     live.close()
     written = console.file.getvalue()  # type: ignore[attr-defined]
     assert "\na print of the library\n" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "\n", written)
     assert "somewhere.py:1: UserWarning: a warning" in written
-    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
     assert "saved here" in written[written.rindex("step 10 of") :]
 
 

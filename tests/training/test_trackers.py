@@ -24,7 +24,9 @@ def test_names_and_what_is_left_out() -> None:
 
 
 def test_a_resumed_run_continues_in_tensorboard(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing import (  # type: ignore[import-untyped]
+        event_accumulator,
+    )
 
     (tmp_path / "text").mkdir()
     folder = tmp_path / "run"
@@ -33,7 +35,7 @@ def test_a_resumed_run_continues_in_tensorboard(tmp_path: Path) -> None:
     assert main.main([*arguments, "schedule.stop_at=4", "checkpoint.every=3"]) == 0
     (folder / "checkpoints" / "step_00000004" / "manifest.json").unlink()
     assert main.main(arguments) == 0
-    events = EventAccumulator(str(folder / "tensorboard")).Reload()
+    events = event_accumulator.EventAccumulator(str(folder / "tensorboard")).Reload()
     for tag, event in (("train/loss", "train"), ("validation/loss", "evaluate")):
         expected = [
             (r["step"], pytest.approx(r["loss"]))
