@@ -23,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env train test lint format wheel clean
+.PHONY: help env train test lint format docs wheel clean
 
 help: ## list the targets and settings
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,11 +53,14 @@ format: $(STAMP) ## format the code and fix what ruff can fix
 	$(PY) -m ruff check --fix-only .
 	$(PY) -m ruff format .
 
+docs: $(STAMP) ## build the documentation site into site/
+	$(PY) -m mkdocs build --strict
+
 wheel: $(STAMP) ## build the wheel into dist/
 	$(PY) -m build --wheel
 
 clean: ## remove the environment, builds and caches (not runs/)
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache \
 		.import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

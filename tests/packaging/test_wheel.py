@@ -19,7 +19,7 @@ import pytest
 import shardmuon
 
 ROOT = Path(__file__).resolve().parents[2]
-HARD_DEPENDENCIES = {"numpy", "pyyaml", "safetensors", "torch>=2.11", "tqdm"}
+HARD_DEPENDENCIES = {"numpy", "pyyaml", "safetensors", "torch>=2.11"}
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
 
 from shardmuon.tools import command
 from shardmuon.training.config import Mesh

@@ -24,7 +24,7 @@ def test_names_and_what_is_left_out() -> None:
 
 
 def test_a_resumed_run_continues_in_tensorboard(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing import (  # type: ignore[import-untyped]
+    from tensorboard.backend.event_processing import (
         event_accumulator,
     )
 
