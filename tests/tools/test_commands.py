@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -128,3 +129,14 @@ def test_a_model_that_does_not_exist_names_those_that_do(
         command.main(["bench", "step", "llama2b"])
     message = capsys.readouterr().err
     assert all(name in message for name in ("llama1b", "llama8b-half", "gpt160m", "qwen3-moe"))
+
+
+SHOWN = re.compile(r"^    .*-m shardmuon (.+)$", re.MULTILINE)
+PAGES = sorted([*launch.ROOT.glob("*.md"), *(launch.ROOT / "docs").rglob("*.md")])
+
+
+def test_the_commands_that_pages_show_are_understood() -> None:
+    texts = [text for page in PAGES for text in SHOWN.findall(page.read_text(encoding="utf-8"))]
+    assert len(texts) >= 8
+    for text in texts:
+        command._parser().parse_args(shlex.split(text, comments=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import transformers
 
 from shardmuon.tools import command
+from shardmuon.training import main, metrics
 from shardmuon.training.config import Mesh
 from tests.conftest import Worlds
 from tests.training import hugging_face
+from tests.training.launch import ROOT
 from tests.training.test_layouts import Numbers, numbers
 
 RECOMPUTE = "compute.activation_checkpointing=true"
@@ -67,3 +70,21 @@ def test_its_export_is_a_folder_of_transformers(
     model, info = auto.from_pretrained(target, output_loading_info=True)
     assert type(model).__name__ == "LlamaForCausalLM"
     assert not any(info.values())
+
+
+def test_the_configuration_of_the_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "stories.yaml").write_text(example, encoding="utf-8")
+    model = hugging_face.model_folder(
+        tmp_path / "models" / "llama", weights=True, max_position_embeddings=256
+    )
+    hugging_face.tokenizer_file(model / "tokenizer.json")
+    hugging_face.dataset(tmp_path / "data" / "stories", {"text": 9 * hugging_face.TEXTS})
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    short = ["schedule.stop_at=2", "evaluation.sequences=2", "logging.progress=none"]
+    assert main.main(["stories.yaml", *short, "mesh.device=cpu"]) == 0
+    assert len(metrics.read(Path("runs/stories/metrics.jsonl"), "evaluate")) == 1
