@@ -23,7 +23,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env train test lint format docs wheel clean
+.PHONY: help env train test lint oldest format docs wheel clean
 
 help: ## list the targets and settings
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,8 +40,12 @@ env: $(STAMP) ## make the environment in .venv
 train: $(STAMP) ## train CONFIG on RANKS ranks of this machine
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) train.py $(CONFIG) $(ARGS)
 
-test: lint ## run all checks: lint, then tests
+test: lint ## run all checks: lint, tests, and the package in environments of its own
 	$(PY) -m pytest $(ARGS)
+	$(if $(ARGS),,$(MAKE) --no-print-directory oldest)
+
+oldest: $(STAMP) ## check sdist and wheel with the oldest versions, in an empty environment
+	.ci/oldest $(PY) $(PYTHON)
 
 lint: $(STAMP) ## run ruff, mypy and import-linter
 	$(PY) -m ruff check .
@@ -60,7 +64,7 @@ wheel: $(STAMP) ## build the wheel into dist/
 	$(PY) -m build --wheel
 
 clean: ## remove the environment, builds and caches (not runs/)
-	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf .venv .venv-* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache \
 		.import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

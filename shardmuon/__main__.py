@@ -2,7 +2,7 @@
 
 import sys
 
-from shardmuon.tools.command import main
+from shardmuon.tools.command import script
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(script())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,20 @@ import pytest
 import torch
 
 from tests import ranks
+
+INTEGRATIONS = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "lightning",
+    "torchtitan",
+    "tokenizers",
+    "datasets",
+    "safetensors",
+    "tensorboard",
+    "wandb",
+)
+"""Packages that shardmuon is tested with, named with their versions after each run of the tests."""
 
 
 class Worlds(ranks.RankPools):
@@ -40,7 +55,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print how many tests were skipped, also when it is none."""
     skipped = len(terminalreporter.stats.get("skipped", []))
+    found = ", ".join(f"{name} {_version(name)}" for name in INTEGRATIONS)
+    terminalreporter.write_line(f"integrations: {found}")
     terminalreporter.write_line(f"skipped tests: {skipped} (ranks over {ranks.backend()})")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(absent)"
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from shardmuon.planning.models import MODELS
 from shardmuon.tools.workloads import OPTIMIZERS, PACKAGES, WORKLOADS
 from shardmuon.training.load import ConfigError
 
-__all__ = ["main"]
+__all__ = ["main", "script"]
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -44,6 +44,11 @@ def main(arguments: Sequence[str]) -> int:
         print(f"shardmuon {options.command}: error: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
+
+
+def script() -> int:
+    """The command `shardmuon`, the same as `python -m shardmuon`."""
+    return main(sys.argv[1:])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ import pytest
 import shardmuon
 
 ROOT = Path(__file__).resolve().parents[2]
-HARD_DEPENDENCIES = {"numpy", "pyyaml", "safetensors", "torch>=2.11"}
+HARD_DEPENDENCIES = {"numpy>=1.26", "pyyaml>=6.0.1", "safetensors>=0.4.3", "torch>=2.11"}
 
 
 @pytest.fixture(scope="module")
