@@ -1,8 +1,8 @@
-"""Which parameter takes which rule, and why.
+"""Parameter groups from a model: which parameter takes which rule, and why.
 
-Owns the default rule of `param_groups` and its overrides. A parameter goes to Muon only for a
-positive reason (it is the weight of a hidden linear layer, or a stack of experts that says which
-way its matrices lie); everything unknown goes to AdamW and is listed.
+Owns `param_groups`, its overrides and its table. The default rule is that of `kinds`: a parameter
+goes to Muon only for a positive reason (it is the weight of a hidden linear layer, or a stack of
+experts that says which way its matrices lie); everything unknown goes to AdamW and is listed.
 """
 
 from __future__ import annotations
@@ -13,27 +13,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
-from shardmuon.groups import ADAMW, MUON, check_settings, clean_fqn, complete_group
+from shardmuon.groups import ADAMW, MUON, check_settings, complete_group
+from shardmuon.kinds import UNKNOWN, Use, default_rule, heads_of, uses_of
 from shardmuon.limits import advice, show
 from shardmuon.planning.report import table
 
 __all__ = ["ParamGroups", "Routed", "param_groups"]
-
-HEAD_NAMES = frozenset(
-    {
-        "lm_head",
-        "head",
-        "output",
-        "output_projection",
-        "embed_out",
-        "unembed",
-        "classifier",
-        "score",
-    }
-)
-ROUTER_NAMES = frozenset({"gate", "router"})
 
 
 @dataclass(frozen=True)
@@ -53,8 +39,13 @@ class ParamGroups(list[dict[str, Any]]):
         super().__init__(groups)
         self.table: tuple[Routed, ...] = tuple(routed)
 
+    @property
+    def unknown(self) -> tuple[Routed, ...]:
+        """Rows of matrices, stacks and the like that no rule knows: they take AdamW."""
+        return tuple(row for row in self.table if row.reason.startswith(UNKNOWN))
+
     def report(self) -> str:
-        """The table as text."""
+        """The table as text; a reason that begins with "unknown" asks for a look."""
         rows = [(r.name, "x".join(map(str, r.shape)), r.rule, r.reason) for r in self.table]
         return "\n".join(table(("parameter", "shape", "rule", "reason"), rows))
 
@@ -69,11 +60,18 @@ def param_groups(
 ) -> ParamGroups:
     """Sort the trainable parameters of `model` into groups for `Muon`.
 
-    Matrices of hidden layers take Muon: weights of `nn.Linear`, of Hugging Face's `Conv1D` (stored
-    transposed), and 3-D parameters [experts, ...] of modules with an attribute `is_transposed`.
-    Embeddings (by module type), the output head, norms, biases, routers and everything unknown
-    take AdamW; vectors and scalars among them without weight decay. A tied weight appears once, as
-    what its first name says, or as an embedding or head if any name does.
+    Muon takes matrices of hidden layers: weights of `nn.Linear` and its subclasses (LoRA's factors
+    are such, each a matrix of its own), of Hugging Face's `Conv1D` (stored transposed), and 3-D
+    parameters [experts, ...] of modules with an attribute `is_transposed`, which says how they are
+    stored. AdamW takes embeddings (by type), norms and biases, the output head, routers, matrices
+    of one row or column, and everything unknown (`ParamGroups.unknown`); vectors and scalars
+    without weight decay. A tied weight appears once, as what its first name says, or as an
+    embedding or head if any name does.
+
+    A head is what `get_output_embeddings()` returns, a module with a usual name, or an `nn.Linear`
+    directly under the root while modules below others hold weights: the first or the last layer.
+    A root whose layers all lie directly under it, such as an `nn.Sequential` of linear layers, has
+    heads by name only. Wrappers around the model count as no level.
 
     muon, adamw: group keys for either kind. to_muon, to_adamw: patterns (`*` and `?`, as in
     `fnmatch`) on parameter names without wrapper prefixes; they override the default rule.
@@ -86,18 +84,20 @@ def param_groups(
         raise TypeError(f"model must be an nn.Module, got {show(model)}")
     _check_keys("muon", muon, MUON)
     _check_keys("adamw", adamw, ADAMW)
-    uses = _uses(model)
+    uses = uses_of(model)
     _check_patterns("to_muon", to_muon, uses)
     _check_patterns("to_adamw", to_adamw, uses)
+    heads = heads_of(model)
     routed: list[Routed] = []
     groups: dict[Kind, list[tuple[str, Tensor]]] = {}
-    for parameter, (name, modules) in uses.items():
-        rule, reason = _overridden(name, parameter, to_muon, to_adamw) or _default(
-            parameter, modules, model
+    for parameter, use in uses.items():
+        name = use[0].name
+        rule, reason = _overridden(name, parameter, to_muon, to_adamw) or default_rule(
+            parameter, use, heads
         )
         routed.append(Routed(name, tuple(parameter.shape), rule, reason))
         decays = rule == MUON or parameter.ndim >= 2
-        kind = (rule, decays, rule == MUON and _is_transposed(modules))
+        kind = (rule, decays, rule == MUON and all(each.is_transposed for each in use))
         groups.setdefault(kind, []).append((name, parameter))
     if not any(each.rule == MUON for each in routed):
         raise ValueError(
@@ -122,11 +122,11 @@ def _check_keys(argument: str, keys: object, algorithm: str) -> None:
         raise ValueError(f"{argument}: {error}") from None
 
 
-def _check_patterns(argument: str, patterns: object, uses: Mapping[Tensor, Use]) -> None:
+def _check_patterns(argument: str, patterns: object, uses: Mapping[Tensor, Sequence[Use]]) -> None:
     """Refuse patterns that match nothing; a string would be taken letter by letter."""
     if isinstance(patterns, str) or not isinstance(patterns, Sequence):
         raise TypeError(f"{argument} must be a list of patterns, got {show(patterns)}")
-    names = [name for name, _ in uses.values()]
+    names = [use[0].name for use in uses.values()]
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(f"{argument} must be a list of patterns, one is {show(pattern)}")
@@ -157,23 +157,6 @@ def _group_dicts(
     return dicts
 
 
-Use = tuple[str, list[tuple[str, nn.Module]]]
-
-
-def _uses(model: nn.Module) -> dict[Tensor, Use]:
-    """Each trainable parameter with its first FQN and all (module FQN, module) that hold it."""
-    uses: dict[Tensor, Use] = {}
-    for raw, module in model.named_modules():
-        prefix = clean_fqn(raw)
-        for own, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter.requires_grad:
-                name = clean_fqn(f"{prefix}.{own}" if prefix else own)
-                if is_lazy(parameter):
-                    raise ValueError(f"{name} has no shape yet; run the model once before")
-                uses.setdefault(parameter, (name, []))[1].append((prefix, module))
-    return uses
-
-
 def _overridden(
     name: str, parameter: Tensor, to_muon: Sequence[str], to_adamw: Sequence[str]
 ) -> tuple[str, str] | None:
@@ -195,43 +178,3 @@ def _overridden(
     if matched[ADAMW] is not None:
         return ADAMW, f"matches {matched[ADAMW]!r}"
     return None
-
-
-def _default(
-    parameter: Tensor, modules: Sequence[tuple[str, nn.Module]], model: nn.Module
-) -> tuple[str, str]:
-    """(rule, reason) by the kinds of module that hold the parameter."""
-    if any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for _, module in modules):
-        return ADAMW, "embedding"
-    output = _output_embedding(model)
-    last = [prefix.rpartition(".")[2] for prefix, _ in modules]
-    if parameter.ndim < 2:
-        return ADAMW, "vector or scalar"
-    if any(module is output for _, module in modules) or HEAD_NAMES & set(last):
-        return ADAMW, "output head"
-    if ROUTER_NAMES & set(last):
-        return ADAMW, "router"
-    if parameter.ndim == 2 and all(isinstance(module, nn.Linear) for _, module in modules):
-        return MUON, "weight of a hidden linear layer"
-    if parameter.ndim == 2 and all(_is_conv1d(module) for _, module in modules):
-        return MUON, "weight of a hidden Conv1D, stored transposed"
-    if parameter.ndim == 3 and all(hasattr(module, "is_transposed") for _, module in modules):
-        return MUON, "stack of experts"
-    return ADAMW, f"unknown {parameter.ndim}-D parameter of {type(modules[0][1]).__name__}"
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """Hugging Face's linear layer with weight [in, out]; known by name, so that nothing of
-    transformers is imported."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-
-
-def _is_transposed(modules: Sequence[tuple[str, nn.Module]]) -> bool:
-    return all(
-        _is_conv1d(module) or bool(getattr(module, "is_transposed", False)) for _, module in modules
-    )
-
-
-def _output_embedding(model: nn.Module) -> object:
-    getter = getattr(model, "get_output_embeddings", None)
-    return getter() if callable(getter) else None

@@ -23,9 +23,10 @@ from typing import Any
 from torch import nn
 
 from shardmuon.groups import ADAMW, MUON, STRUCTURAL_KEYS, clean_fqn
+from shardmuon.kinds import HEAD_NAMES, ROUTER_NAMES
 from shardmuon.planning.matrix import natural_order
 from shardmuon.planning.models import MODELS
-from shardmuon.routing import HEAD_NAMES, ROUTER_NAMES, param_groups
+from shardmuon.routing import param_groups
 from shardmuon.tools.subjects import unfilled
 from shardmuon.tools.workloads import WORKLOADS
 from shardmuon.training.architecture import find, transformers_model

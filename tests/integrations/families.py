@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-__all__ = ["FAMILIES", "batch", "build", "config", "layers", "shard"]
+import shardmuon
+
+__all__ = ["FAMILIES", "batch", "build", "config", "layers", "rows", "shard"]
 
 VOCABULARY = 96
 
@@ -173,3 +175,14 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         wrap(layer, mesh=mesh)
     wrap(model, mesh=mesh)
     return model
+
+
+def rows(model: nn.Module) -> list[str]:
+    """How `param_groups` sorts `model`: name, shape, rule, how it is stored, reason."""
+    groups = shardmuon.param_groups(model)
+    turned = {name for each in groups if each.get("transposed") for name, _ in each["params"]}
+    return [
+        f"{row.name} {'x'.join(map(str, row.shape))} {row.rule}"
+        f"{' transposed' if row.name in turned else ''}: {row.reason}"
+        for row in groups.table
+    ]

@@ -267,3 +267,116 @@ def test_tied_weight_is_updated_once_per_step() -> None:
     reference.step()
     assert tied.equal(twin)
     assert model.get_submodule("lm_head").weight is tied
+
+
+class Encoder(nn.Module):
+    """Layers of its own between a linear layer that comes first and one that comes last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList([Attention(), Attention()])
+        self.regression = nn.Linear(8, 3)
+
+
+def rules_of(model: nn.Module) -> dict[str, tuple[str, str]]:
+    return {row.name: (row.rule, row.reason) for row in shardmuon.param_groups(model).table}
+
+
+def test_linear_layers_beside_deeper_ones_are_the_first_and_the_last() -> None:
+    rules = rules_of(Encoder())
+    for name in ("patches", "regression"):
+        assert rules[f"{name}.weight"] == ("adamw", "first or last layer")
+    assert rules["blocks.1.q_proj.weight"][0] == "muon"
+
+
+def test_linear_layers_of_a_flat_model_are_hidden() -> None:
+    flat = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 8))
+    assert [name for name, (rule, _) in rules_of(flat).items() if rule == "muon"] == [
+        "1.weight",
+        "3.weight",
+    ]
+
+
+class Holder(nn.Module):
+    """As frameworks hold a model, beside things without parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.net = model
+        self.loss = nn.MSELoss()
+
+
+def test_wrappers_count_as_no_level() -> None:
+    inner = rules_of(Encoder())
+    held = rules_of(Holder(Holder(Encoder())))
+    assert held == {f"net.net.{name}": rule for name, rule in inner.items()}
+    assert rules_of(Wrapped(Encoder())) == inner
+    compiled = Encoder()
+    compiled.regression = torch.compile(compiled.regression, backend="eager")  # type: ignore[assignment]
+    assert rules_of(compiled) == inner
+    assert rules_of(torch.compile(Encoder(), backend="eager")) == inner  # type: ignore[arg-type]
+
+
+def test_an_adapter_is_sorted_as_what_it_adapts() -> None:
+    model = Transformer("wte", "lm_head")
+    for parent in (model, model.layers[0].attention, model.layers[0]):
+        parent.requires_grad_(False)
+    adapted = {"q_proj": model.layers[0].attention, "gate": model.layers[0], "lm_head": model}
+    for name, parent in adapted.items():
+        layer = getattr(parent, name)
+        layer.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, 2, bias=False)})
+        layer.lora_B = nn.ModuleDict({"default": nn.Linear(2, layer.out_features, bias=False)})
+    model.score = nn.ModuleDict({"modules_to_save": nn.ModuleDict({"default": nn.Linear(8, 2)})})
+    rules = {name: reason for name, (_, reason) in rules_of(model).items()}
+    assert rules == {
+        **{
+            f"layers.0.attention.q_proj.lora_{x}.default.weight": "weight of a hidden linear layer"
+            for x in "AB"
+        },
+        **{f"layers.0.gate.lora_{x}.default.weight": "router" for x in "AB"},
+        **{f"lm_head.lora_{x}.default.weight": "output head" for x in "AB"},
+        "score.modules_to_save.default.weight": "output head",
+        "score.modules_to_save.default.bias": "vector or scalar",
+    }
+
+
+class Router(nn.Module):
+    """A router whose matrix lies one level below its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(8, 4, bias=False)
+
+
+def test_small_matrices_that_steer_are_not_orthogonalized() -> None:
+    layer = nn.ModuleDict({"router": Router(), "shared_gate": nn.Linear(8, 1), "up": Attention()})
+    rules = rules_of(nn.ModuleDict({"layers": nn.ModuleList([layer])}))
+    assert rules["layers.0.router.proj.weight"] == ("adamw", "router")
+    assert rules["layers.0.shared_gate.weight"] == ("adamw", "linear layer of one row or column")
+
+
+class Fused(nn.Linear):
+    """A subclass that holds a matrix beside its weight."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.table = nn.Parameter(torch.zeros(3, 8))
+
+
+class Mute(nn.Module):
+    """A stack of experts that does not say how its matrices lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down_proj = nn.Parameter(torch.zeros(4, 6, 8))
+
+
+def test_only_the_weight_of_a_linear_layer_is_known() -> None:
+    layer = nn.ModuleDict({"fused": Fused(), "experts": Mute()})
+    groups = shardmuon.param_groups(nn.ModuleDict({"layers": layer}))
+    assert [(row.name, row.reason) for row in groups.unknown] == [
+        ("layers.fused.table", "unknown 2-D parameter of Fused"),
+        ("layers.experts.down_proj", "unknown 3-D parameter of Mute"),
+    ]
+    assert [row.name for row in groups.table if row.rule == "muon"] == ["layers.fused.weight"]
