@@ -24,6 +24,7 @@ from shardmuon.entries import (
     Entry,
     EntryList,
     Group,
+    check_distinct,
     compute_device,
     matrices_of,
     mesh_parts,
@@ -214,6 +215,7 @@ class Engine:
         return old
 
     def _make(self, entries: Sequence[Entry], key: tuple[object, ...]) -> Prepared:
+        check_distinct(entries)
         found: list[Matrix] = []
         entry_of: dict[str, int] = {}
         for index, entry in enumerate(entries):

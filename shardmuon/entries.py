@@ -44,6 +44,7 @@ __all__ = [
     "EntryList",
     "Group",
     "check_devices",
+    "check_distinct",
     "compute_device",
     "list_entries",
     "matrices_of",
@@ -108,11 +109,19 @@ def list_entries(groups: Sequence[Group], default_mesh: DeviceMesh | None) -> li
     """All trainable parameters, group by group.
 
     default_mesh: where plain tensors are replicated, unless their group has a `mesh`.
+
+    Raises ValueError if a group has come to have another number of parameters than of names.
     """
     meshes: dict[DeviceMesh | None, Mesh] = {}
     entries = []
     for group, names in zip(groups, parameter_names(groups), strict=True):
         group_mesh = as_device_mesh(group.get("mesh")) or default_mesh
+        if len(names) != len(group["params"]):
+            raise ValueError(
+                f"a group that begins with {names[0]} has {len(names)} names for"
+                f" {len(group['params'])} parameters: they were replaced after the optimizer was"
+                " built. DeepSpeed's ZeRO does that; its flat partitions hold no matrices for Muon"
+            )
         for fqn, parameter in zip(names, group["params"], strict=True):
             if parameter.requires_grad:
                 device_mesh = device_mesh_of(parameter, group_mesh)
@@ -214,6 +223,24 @@ def _check_devices(entries: Sequence[Entry]) -> None:
                 f"{name} is on {other} and {entry.fqn} on {device}; parameters of one mesh, or of"
                 " one process without a mesh, must be on one device: use an optimizer for each"
             )
+
+
+def check_distinct(entries: Sequence[Entry]) -> None:
+    """ValueError, with two names, if one tensor has come into two places of the groups.
+
+    Constructors refuse that; it can only come from someone who wrote into the groups since.
+    """
+    names: dict[Tensor, str] = {}
+    for entry in entries:
+        if entry.parameter in names:
+            raise ValueError(
+                f"{names[entry.parameter]} and {entry.fqn} are now the same tensor: the parameters"
+                " were replaced after the optimizer was built, and mixed up. accelerate does that"
+                " to a model that was sharded before accelerator.prepare(), where a rank holds"
+                " nothing of several parameters: let prepare() shard the model, or keep the"
+                " optimizer out of prepare() and build it after fully_shard"
+            )
+        names[entry.parameter] = entry.fqn
 
 
 def structure_of(group: Group) -> tuple[str, str]:
