@@ -23,10 +23,10 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help env train test lint oldest format docs wheel clean
+.PHONY: help env train test lint oldest torchtitan format docs wheel clean
 
 help: ## list the targets and settings
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@printf '\nSettings, as in `make train RANKS=4`:\n'
 	@printf '  %-26s %s\n' \
 		'CONFIG=configs/tiny.yaml' 'what `make train` trains' \
@@ -42,10 +42,13 @@ train: $(STAMP) ## train CONFIG on RANKS ranks of this machine
 
 test: lint ## run all checks: lint, tests, and the package in environments of its own
 	$(PY) -m pytest $(ARGS)
-	$(if $(ARGS),,$(MAKE) --no-print-directory oldest)
+	$(if $(ARGS),,$(MAKE) --no-print-directory oldest torchtitan)
 
 oldest: $(STAMP) ## check sdist and wheel with the oldest versions, in an empty environment
 	.ci/oldest $(PY) $(PYTHON)
+
+torchtitan: ## run the tests of shardmuon in torchtitan, in an environment of their own
+	.ci/torchtitan $(PYTHON)
 
 lint: $(STAMP) ## run ruff, mypy and import-linter
 	$(PY) -m ruff check .

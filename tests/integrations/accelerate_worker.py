@@ -67,14 +67,17 @@ def take_steps(made: Accelerator, model: Any, optimizer: Any, steps: range) -> l
     return losses
 
 
+_engine: Any = engine
+
+
 class Watched:
     """Counts plans and collectives of the library from construction on."""
 
     def __init__(self) -> None:
         self._collectives = sum(collectives.calls.values())
         self._plans = 0
-        self._make_plan = engine.make_plan
-        engine.make_plan = self._counting
+        self._make_plan = _engine.make_plan
+        _engine.make_plan = self._counting
 
     def _counting(self, *args: Any, **more: Any) -> Any:
         self._plans += 1
@@ -85,7 +88,7 @@ class Watched:
         return self._plans, sum(collectives.calls.values()) - self._collectives
 
     def close(self) -> None:
-        engine.make_plan = self._make_plan
+        _engine.make_plan = self._make_plan
 
 
 def prepare_and_train(folder: Path) -> dict[str, Any]:
@@ -219,7 +222,7 @@ def switched_by_hand(folder: Path) -> dict[str, Any]:
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
             stand_in = torch.empty(1)
-            stand_in.data_ptr = parameter.data_ptr()  # type: ignore[method-assign, assignment]
+            stand_in.data_ptr = parameter.data_ptr()  # type: ignore[method-assign]
             group["params"][position] = stand_in
     fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
     after = dict(model.named_parameters())
@@ -241,7 +244,9 @@ class _Rows(nn.Module):
         self.a, self.b, self.c, self.d = (nn.Linear(8, rows) for rows in (8, 1, 8, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x)) + self.d(self.c(x))
+        first: torch.Tensor = self.b(self.a(x))
+        second: torch.Tensor = self.d(self.c(x))
+        return first + second
 
 
 def sharded_before(folder: Path) -> str:

@@ -8,6 +8,7 @@ ends the job at once on all ranks, and the cases after it count as not run.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -39,10 +40,10 @@ class Job:
     log: str
 
     def results(self, case: str) -> list[Any]:
-        """What `case` returned, by rank; AssertionError with the job's log if it did not."""
+        """A copy of what `case` returned, by rank; AssertionError with the log if it did not."""
         results = self.outcomes.get(case, [])
         assert len(results) == self.ranks, f"{case} did not end on all ranks:\n{self.log}"
-        return results
+        return copy.deepcopy(results)
 
     def same(self, case: str) -> Any:
         """What `case` returned, the same on all ranks."""
