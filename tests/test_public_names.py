@@ -43,6 +43,8 @@ def test_every_module_lists_what_it_exports() -> None:
     for info in pkgutil.walk_packages(shardmuon.__path__, "shardmuon."):
         if info.name.endswith(KERNELS) and importlib.util.find_spec("triton") is None:
             continue
+        if info.name.endswith(".torchtitan") and importlib.util.find_spec("torchtitan") is None:
+            continue
         module = importlib.import_module(info.name)
         exported = getattr(module, "__all__", [])
         assert len(set(exported)) == len(exported), info.name

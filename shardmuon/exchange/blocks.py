@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn import Parameter
 
 from shardmuon.exchange import collectives
@@ -158,8 +158,9 @@ def _splits(fqn: str, parameter: DTensor) -> tuple[Split, ...]:
 def local_gradient(fqn: str, parameter: Tensor) -> Tensor | None:
     """This rank's part of the gradient, or None.
 
-    Raises ValueError if the gradient is sparse or not placed like its parameter: a Partial one is
-    still a local sum, and orthogonalizing it would give another update on every rank.
+    A gradient that every rank holds whole is cut as its parameter is: tensor-parallel embeddings
+    have such. Raises ValueError if it is sparse or placed otherwise than the parameter: a Partial
+    one is still a local sum, and orthogonalizing it would give another update on every rank.
     """
     gradient = parameter.grad
     if gradient is None:
@@ -169,6 +170,8 @@ def local_gradient(fqn: str, parameter: Tensor) -> Tensor | None:
     if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
         if gradient._spec is parameter._spec:  # FSDP2 gives both the same
             return local(gradient)
+        if all(map(Placement.is_replicate, gradient.placements)):
+            return _own_part(fqn, parameter, gradient)
     elif isinstance(parameter, DTensor) or isinstance(gradient, DTensor):
         raise ValueError(
             f"{fqn}: parameter is {type(parameter).__name__}, gradient {type(gradient).__name__}"
@@ -180,6 +183,13 @@ def local_gradient(fqn: str, parameter: Tensor) -> Tensor | None:
             " redistribute the gradient before step()"
         )
     return local(gradient)
+
+
+def _own_part(fqn: str, parameter: DTensor, gradient: DTensor) -> Tensor:
+    """What this rank holds of `parameter`, out of a gradient that it holds whole; a copy."""
+    layout = layout_of(fqn, parameter, None)
+    box = layout.box(parameter.shape, layout.mesh.coordinates[collectives.rank()])
+    return local(gradient)[tuple(slice(*bounds) for bounds in box)].contiguous()
 
 
 def _unsupported(fqn: str, parameter: DTensor, reason: str) -> ValueError:

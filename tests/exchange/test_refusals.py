@@ -8,8 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardmuon
@@ -26,7 +33,7 @@ from tests.problems import (
     world_mesh,
 )
 
-FOREIGN: dict[str, Placement] = {"partial": Partial(), "replicate": Replicate()}
+FOREIGN: dict[str, Placement] = {"partial": Partial(), "columns": Shard(1)}
 """Placements of gradients that do not fit a parameter with sharded rows."""
 
 
@@ -53,12 +60,17 @@ def test_unsupported_placement_is_refused_by_name(pools: Worlds, kind: str, worl
         assert "Partial" in error.message or "Shard" in error.message
 
 
+def _foreign(kind: str, mesh: DeviceMesh) -> DTensor:
+    """A gradient [10, 8] of two ranks that is placed so."""
+    block = torch.ones(10, 4 if kind == "columns" else 8, device=ranks.device())
+    return DTensor.from_local(block, mesh, [FOREIGN[kind]], run_check=False)
+
+
 def _foreign_gradient(kind: str) -> None:
     """Step with gradients that are placed unlike their parameter, on all ranks."""
     mesh = world_mesh()
     params, optimizer = build(Problem(shapes=((10, 8),)), mesh)
-    block = torch.ones(10, 8, device=ranks.device())
-    params[0].grad = DTensor.from_local(block, mesh, [FOREIGN[kind]], run_check=False)
+    params[0].grad = _foreign(kind, mesh)
     optimizer.step()
 
 
@@ -69,6 +81,27 @@ def test_gradient_with_another_placement_is_refused_by_name(pools: Worlds, kind:
     assert all("layer0.weight" in e.message for e in errors)
 
 
+def _whole_gradient() -> tuple[str, str]:
+    """Steps with gradients cut as the parameter is, and with ones that every rank holds whole."""
+    mesh = world_mesh()
+    problem = Problem(shapes=((11, 8),))
+    digests = []
+    for kind in (Shard(0), Replicate()):
+        params, optimizer = build(problem, mesh)
+        for step in range(2):
+            set_gradients(params, problem, step, mesh)
+            whole = params[0].grad.full_tensor()  # type: ignore[union-attr]
+            params[0].grad = distribute_tensor(whole, mesh, [kind])
+            optimizer.step()
+        digests.append(digest([local(params[0]), *map(local, optimizer.state[params[0]].values())]))
+    return digests[0], digests[1]
+
+
+def test_a_gradient_that_every_rank_holds_is_cut_as_its_parameter(pools: Worlds) -> None:
+    for one, other in pools.run(4, _whole_gradient):
+        assert one == other
+
+
 def _bad_gradient_of_one_rank(kind: str) -> bool:
     """Rank 0 alone has a gradient that cannot be used: does anything change?"""
     mesh = world_mesh()
@@ -77,8 +110,7 @@ def _bad_gradient_of_one_rank(kind: str) -> bool:
     set_gradients(params, problem, 0, mesh)
     optimizer.step()
     if dist.get_rank() == 0:
-        block = torch.ones(10, 8, device=ranks.device())
-        params[0].grad = DTensor.from_local(block, mesh, [FOREIGN[kind]], run_check=False)
+        params[0].grad = _foreign(kind, mesh)
     before = digest([local(params[0])])
     try:
         optimizer.step()
