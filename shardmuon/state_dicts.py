@@ -64,7 +64,7 @@ def counter(value: Any) -> Tensor:
     # float32 counts no further than that in steps of one.
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= 2**24:
         raise ValueError(f"must be one number in [0, {2**24}], got {show(value)}")
-    return torch.tensor(float(number))
+    return torch.tensor(float(number), device="cpu")
 
 
 def _saved_groups(groups: Groups, state_dict: Any) -> list[Mapping[str, Any]]:

@@ -255,7 +255,9 @@ class Checkpointer:
         for key, tensor in tensors.items():
             block, old = local(tensor), self._copies.get(key)
             if old is None or old.shape != block.shape or old.dtype != block.dtype:
-                old = torch.empty(block.shape, dtype=block.dtype, pin_memory=block.is_cuda)
+                old = torch.empty(
+                    block.shape, dtype=block.dtype, device="cpu", pin_memory=block.is_cuda
+                )
             copies[key] = old.copy_(block, non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()

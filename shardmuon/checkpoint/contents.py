@@ -263,8 +263,8 @@ def _can_become(saved: torch.dtype, dtype: torch.dtype) -> bool:
     if saved == dtype or saved.is_complex:
         return saved == dtype
     try:
-        zero = torch.zeros(saved.itemsize, dtype=torch.uint8).view(saved)
-        torch.empty(1, dtype=dtype).copy_(zero)
+        zero = torch.zeros(saved.itemsize, dtype=torch.uint8, device="cpu").view(saved)
+        torch.empty(1, dtype=dtype, device="cpu").copy_(zero)
     except (RuntimeError, TypeError):
         return False
     return True

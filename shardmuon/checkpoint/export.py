@@ -214,7 +214,7 @@ def _write_files(reader: Reader, index: Index, folder: Path, files: Sequence[_Fi
 
 
 def _empty(index: Index, key: str) -> Tensor:
-    return torch.empty(index[key].size, dtype=index[key].properties.dtype)
+    return torch.empty(index[key].size, dtype=index[key].properties.dtype, device="cpu")
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -120,7 +120,7 @@ class Reader(FileSystemReader):
         self._files = files
         self._chunks: dict[tuple[str, torch.Size], tuple[torch.Size, torch.dtype]] = {}
         self._starts: dict[tuple[str, torch.Size], int] = {}
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index, read without running code. Raises CheckpointError."""
@@ -203,7 +203,7 @@ class Reader(FileSystemReader):
             return
         size = count[0] * row_bytes
         if self._staging.numel() < size:
-            self._staging = torch.empty(size, dtype=torch.uint8)
+            self._staging = torch.empty(size, dtype=torch.uint8, device="cpu")
         _fill(file, self._staging[:size])
         block = self._staging[:size].view(dtype).view(count[0], *shape[1:])
         for dim in range(1, len(shape)):

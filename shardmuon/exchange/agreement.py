@@ -242,7 +242,7 @@ class Agreement:
     ) -> Agreed:
         word = read_word(heard[-1].header)
         for each in heard:
-            host = torch.empty(each.header.shape, dtype=torch.uint8, pin_memory=True)
+            host = torch.empty(each.header.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
             host.copy_(each.header, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()

@@ -95,7 +95,7 @@ def prepare_many(preparations: Sequence[Preparation], commit: Commit) -> None:
         device = first.momentum.device
         blocks = _blocks(shapes, BLOCK, device)
         prepare_kernel[(len(blocks),)](
-            _on(device, torch.tensor(table)),
+            _on(device, _host(table)),
             blocks,
             _guard(commit, blocks),
             len(same),
@@ -138,8 +138,8 @@ def apply_many(applications: Sequence[Application], commit: Commit) -> None:
         device = first.parameter.device
         blocks = _blocks(shapes, BLOCK, device)
         apply_kernel[(len(blocks),)](
-            _on(device, torch.tensor(table)),
-            _on(device, torch.tensor(factors, dtype=torch.float32)),
+            _on(device, _host(table)),
+            _on(device, _host(factors, torch.float32)),
             blocks,
             _guard(commit, blocks),
             len(same),
@@ -187,7 +187,7 @@ def _scan(tensors: Sequence[Tensor], result: Tensor, kernel: str) -> None:
         addresses = [tensor.data_ptr() for tensor in same]
         blocks = _blocks(tuple((1, size) for size in sizes), kernels.BLOCK, device)
         getattr(kernels, kernel)[(len(blocks),)](
-            _on(device, torch.tensor([addresses, sizes])),
+            _on(device, _host([addresses, sizes])),
             blocks,
             result,
             len(same),
@@ -195,6 +195,11 @@ def _scan(tensors: Sequence[Tensor], result: Tensor, kernel: str) -> None:
             ALIGNED=all(address % 16 == 0 for address in addresses),
             BLOCK=kernels.BLOCK,
         )
+
+
+def _host(numbers: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """On the CPU, whatever the user's default device is."""
+    return torch.tensor(numbers, dtype=dtype, device="cpu")
 
 
 def _on(device: torch.device, table: Tensor) -> Tensor:
@@ -228,10 +233,10 @@ def _is_aligned(addresses: list[list[int]], strides: list[list[int]]) -> bool:
 @functools.lru_cache(maxsize=256)
 def _blocks(shapes: tuple[tuple[int, int], ...], block: int, device: torch.device) -> Tensor:
     """int32 [blocks, 2]: the tensor that each block of a launch works on, and its number there."""
-    counts = torch.tensor([rows * -(-width // block) for rows, width in shapes])
-    tensors = torch.repeat_interleave(torch.arange(len(shapes)), counts)
+    counts = _host([rows * -(-width // block) for rows, width in shapes])
+    tensors = torch.repeat_interleave(torch.arange(len(shapes), device="cpu"), counts)
     starts = torch.cumsum(counts, 0) - counts
-    numbers = torch.arange(len(tensors)) - starts[tensors]
+    numbers = torch.arange(len(tensors), device="cpu") - starts[tensors]
     return torch.stack([tensors, numbers], dim=1).to(torch.int32).to(device)
 
 
