@@ -14,7 +14,7 @@ from tests.problems import digest, local
 
 
 def _train(default: str | None) -> list[str]:
-    """Two steps, clipped, and state taken and loaded, with `default` as default device while they run."""
+    """Two clipped steps, and state taken and loaded, with `default` as default device."""
     mesh = dist.init_device_mesh(ranks.device().type, (dist.get_world_size(),))
     model = models.sharded(mesh)
     optimizer = models.optimizer_of(model)
