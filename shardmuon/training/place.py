@@ -36,6 +36,7 @@ __all__ = [
     "choose_device",
     "launcher",
     "nodes_started",
+    "python",
     "ranks_started",
     "settle",
     "spread",
@@ -89,16 +90,20 @@ def launcher() -> str:
     On several nodes it is for each of them, and they meet at the node of the first rank: workers
     are not told where they met.
     """
-    python = sys.executable.removeprefix(f"{os.getcwd()}/")
     if "WORLD_SIZE" not in os.environ:
-        return python
+        return python()
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks_started()))
     meeting = "--standalone"
     if local != ranks_started():
         head = os.environ.get("MASTER_ADDR", "HOST")
         meeting = f"--nnodes {ranks_started() // local} "
         meeting += f"--rdzv-backend c10d --rdzv-endpoint {head}:{_PORT}"
-    return f"{python} -m torch.distributed.run {meeting} --nproc-per-node {local}"
+    return f"{python()} -m torch.distributed.run {meeting} --nproc-per-node {local}"
+
+
+def python() -> str:
+    """This interpreter as one types it, for commands that are printed."""
+    return sys.executable.removeprefix(f"{os.getcwd()}/")
 
 
 def nodes_started() -> int:
