@@ -51,16 +51,44 @@ def test_experts_on_a_mesh_with_an_axis_of_one(job: Job) -> None:
     assert got == {**RIGHT, "owners": 2}
 
 
-@pytest.mark.parametrize("case", ["tp_and_fsdp", "replicas", "experts"])
+def test_tensor_parallelism_of_transformers_with_whole_experts(job: Job) -> None:
+    got = job.same("tp_with_whole_experts")
+    assert got.pop("placements") == ["(Shard(dim=0),)", "(Shard(dim=1),)", "plain"]
+    assert got == {**RIGHT, "owners": 2}
+
+
+def test_plain_matrices_of_transformers_are_shared_along_a_mesh(job: Job) -> None:
+    got = job.same("tp_with_plain_matrices")
+    assert got.pop("placements") == ["(Shard(dim=0),)", "plain"]
+    assert got == {**RIGHT, "owners": 2}
+
+
+def test_packed_experts_under_tensor_parallelism_are_refused_or_take_adamw(job: Job) -> None:
+    got = job.same("tp_of_packed_experts")
+    assert "layers.0.mlp.experts.gate_up_proj: shape (4, 48, 32)" in got["error"]
+    assert "this step changed nothing" in got["error"]
+    assert got["unchanged"]
+    assert got["exact"]
+
+
+def test_a_checkpoint_of_fsdp_loads_under_tensor_parallelism(job: Job) -> None:
+    assert job.same("checkpoint_in_another_layout") == {"fresh": False, "loaded": True}
+
+
+TWO_AXES = {"tp_and_fsdp": 3, "replicas": 1, "experts": 2, "tp_and_fsdp_with_whole_experts": 3}
+
+
+@pytest.mark.parametrize("case", TWO_AXES)
 def test_two_axes_of_transformers(job_of_four: Job, case: str) -> None:
     got = job_of_four.same(case)
-    assert len(got.pop("placements")) == {"tp_and_fsdp": 3, "replicas": 1, "experts": 2}[case]
+    assert len(got.pop("placements")) == TWO_AXES[case]
     assert got == {**RIGHT, "owners": 4}
 
 
 def test_ddp(job: Job) -> None:
     assert job.same("ddp") == {
         "exact": [True, True],
+        "resumed": True,
         "owners": [0, 1],
         "names": "lm_head.weight",
         "plain names": True,
