@@ -111,7 +111,11 @@ def _changes(
     lines = differences(manifest["config"], as_tree(config))
     if manifest["world_size"] != ranks:
         lines.append(f"ranks: {manifest['world_size']} -> {ranks}")
+    # A model's folder may be moved; names and shapes are proven when the tensors are loaded.
+    paths = (manifest["config"].get("model", {}).get("path"), config.model.path)
     for line in lines:
+        if line.startswith("model.path: ") and None not in paths:
+            continue
         if line.startswith(_FIXED):
             raise ConfigError(f"checkpoint.resume: {path} does not fit, {line}; expected no change")
     changes = [line for line in lines if not line.startswith(_IRRELEVANT)]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from shardmuon.training import data, encoding
+from shardmuon.training import data, documents, encoding
 from shardmuon.training.inputs import Data
 from shardmuon.training.load import ConfigError
 from tests.training.hugging_face import END, TEXTS, dataset, tokenizer_file
@@ -154,8 +154,6 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
 def test_a_package_that_is_not_there_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    from shardmuon.training import documents
-
     for module in (documents, encoding):
         monkeypatch.setattr(module, "find_spec", lambda name: None if name == package else object())
     keys: dict[str, Any] = {"source": "dataset", "files": (str(tmp_path),)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,18 @@ def test_manifest_is_json_with_what_a_run_needs(tmp_path: Path) -> None:
     assert manifest["schedule"] == {"next_step": 10, "lr": {"muon.0": 0.1}}
     assert manifest["data"] == {"next_step": 10, "seed": 0, "fingerprint": "files"}
     assert manifest["config"]["model"]["dim"] == 128
+
+
+def test_a_models_folder_may_be_moved_but_not_left_out(tmp_path: Path) -> None:
+    def of_folder(path: str | None) -> Config:
+        return replace(config(tmp_path), model=Model(path=path))
+
+    temporary = publish.open_temporary(tmp_path / "checkpoints", 10)
+    (temporary / "data").write_text("")
+    extra = resume.extra(of_folder("old"), {}, "files", {"muon.0": 0.1}, 10)
+    files = {"data": publish.record_of(temporary / "data")}
+    publish.publish(temporary, {**extra, **NOTHING, "step": 10, "world_size": 2}, files)
+    found = resume.resolve(of_folder("new"), "files", 2)
+    assert found.changes == ("model.path: old -> new",)
+    with pytest.raises(ConfigError, match=r"does not fit, model\.path: old -> None"):
+        resume.resolve(of_folder(None), "files", 2)
