@@ -44,8 +44,7 @@ from shardmuon.planning.device import DEVICES
 from shardmuon.planning.matrix import AUTO, Matrix
 from shardmuon.planning.plan import Plan
 from shardmuon.planning.planner import Freedom, make_plan
-from shardmuon.rules import RULES, Commit
-from shardmuon.rules.adamw import adamw_step
+from shardmuon.rules import ELEMENT_RULES, RULES, Commit
 from shardmuon.runtime import Runtime
 from shardmuon.version import __version__
 
@@ -347,7 +346,7 @@ class Engine:
             with record_function("shardmuon.adamw"):
                 for group in groups:
                     if shards := holdings.element_shards(group):
-                        adamw_step(shards, group, commit)
+                        ELEMENT_RULES[group["algorithm"]].step(shards, group, commit)
         self._overlap.arm(prepared.passages, prepared.homes, entries, state)
         return tally
 

@@ -133,7 +133,7 @@ def list_entries(groups: Sequence[Group], default_mesh: DeviceMesh | None) -> li
 
 
 def matrices_of(entry: Entry) -> Iterator[Matrix]:
-    """Matrices of a parameter; none for AdamW. ValueError if its group cannot take it."""
+    """Matrices of a parameter; none under a rule for elements. ValueError if it cannot be taken."""
     check_parameter(entry.fqn, entry.parameter, entry.group)
     if entry.group["algorithm"] not in RULES:
         return
@@ -157,6 +157,7 @@ def matrices_of(entry: Entry) -> Iterator[Matrix]:
             wire_bytes=dtype.itemsize,
             cost=newton_schulz_flops(cut.rows, cut.cols, segments, costed),
             settings=_settings(entry.group),
+            row_state=rule.row_state is not None,
             row_stats=rule.row_stats,
             method=method,
             segments=segments,
@@ -274,5 +275,6 @@ def _method(entry: Entry, dtype: torch.dtype) -> str:
 
 def _settings(group: Group) -> str:
     """Canonical text of what shapes the plan and the wire; lr and the like may change freely."""
-    keys = ("algorithm", "ns_coefficients", "ns_steps", "ns_method", "eps", "ns_dtype")
+    rule = RULES.get(group["algorithm"])
+    keys = ("algorithm", *(rule.owner_keys if rule else ()))
     return json.dumps([str(group.get(key)) for key in keys])

@@ -1,41 +1,46 @@
 """Parameter groups: their keys, defaults and validation.
 
-Owns what a group dict may hold for each algorithm; the ranges themselves are those of `limits`.
-Looks at values and at parameters' shapes and dtypes, never at placements (planning refuses those),
-and changes no tensor.
+Owns which algorithms there are and what a group dict of each may hold, as its rule declares it
+(`rules/`). Looks at values and at parameters' shapes and dtypes, never at placements (planning
+refuses those), and changes no tensor.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from shardmuon import limits
-from shardmuon.limits import Range, advice, choices, range_of, show
-from shardmuon.orthogonalize.coefficients import KELLER, Schedule, schedule_of
+from shardmuon.keys import FLOATS, Keys
+from shardmuon.limits import advice, show
+from shardmuon.orthogonalize.coefficients import Schedule, schedule_of
 from shardmuon.planning.cut import Cut, cut_parameter
-from shardmuon.planning.matrix import AUTO
 
 __all__ = [
     "ADAMW",
+    "ALGORITHMS",
     "MUON",
     "OTHER_RULES",
-    "STATE",
     "STRUCTURAL_KEYS",
+    "Algorithm",
+    "StateKind",
     "check_keys",
     "check_parameter",
     "check_settings",
     "clean_fqn",
     "complete_group",
     "cuts_of",
+    "known",
     "plain",
     "schedule_in",
+    "updates_matrices",
 ]
 
 MUON, ADAMW = "muon", "adamw"
@@ -43,40 +48,52 @@ MUON, ADAMW = "muon", "adamw"
 STRUCTURAL_KEYS = ("algorithm", "split_sizes", "num_heads", "transposed", "flatten")
 """Keys that say what a group is; compared on load, never taken from a file."""
 
-STATE = {MUON: {"momentum_buffer"}, ADAMW: {"step", "exp_avg", "exp_avg_sq"}}
-"""Keys of a parameter's state under each algorithm."""
+Form = Literal["parameter", "rows", "counter"]
 
-NS_DTYPES = tuple(getattr(torch, name) for name in choices(limits.NsDtype))
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Of parameters and momentum; torch does not compute with narrower ones."""
 
-MUON_DEFAULTS: dict[str, Any] = {
-    "lr": 1e-3,
-    "weight_decay": 0.1,
-    "momentum": 0.95,
-    "nesterov": True,
-    "ns_coefficients": KELLER,
-    "eps": 1e-7,
-    "ns_steps": 5,
-    "ns_method": AUTO,
-    "adjust_lr_fn": None,
-    "ns_dtype": None,
-    "momentum_dtype": None,
-    "split_sizes": None,
-    "num_heads": None,
-    "transposed": False,
-    "flatten": False,
-}
-# The defaults of torch.optim.AdamW, which differ from Muon's.
-ADAMW_DEFAULTS: dict[str, Any] = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.01,
-}
+class StateKind(NamedTuple):
+    """A tensor of state per parameter, which starts with zeros.
+
+    form: "parameter" has the parameter's shape; "rows" has one column instead of all, for a number
+    per row of each matrix; both are placed as the parameter is. "counter" is [] on every rank.
+    dtype: one, the group key that has one, or None: the parameter's.
+    """
+
+    form: Form
+    dtype: torch.dtype | str | None = None
+
+    def dtype_for(self, parameter: Tensor, group: Mapping[str, Any]) -> torch.dtype:
+        """The dtype of this state of `parameter`."""
+        if isinstance(self.dtype, str):
+            chosen: torch.dtype | None = group[self.dtype]
+        else:
+            chosen = torch.float32 if self.form == "counter" else self.dtype
+        return chosen or parameter.dtype
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What is known of an algorithm without its arithmetic.
+
+    keys: of its groups. state: of a parameter. on_matrices: it updates whole matrices, and takes no
+    other parameters.
+    """
+
+    keys: Keys
+    state: Mapping[str, StateKind]
+    on_matrices: bool
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """Default by key."""
+        return {name: key.default for name, key in self.keys.items()}
+
+
+ALGORITHMS: dict[str, Algorithm] = {}
+"""Every algorithm by the name that the group key `algorithm` has; filled by `rules.register`."""
+
 # Keys of torch itself and of its schedulers, some of which look like misspelt ones.
 _FRAMEWORK_KEYS = ("params", "param_names", "algorithm", "mesh", "max_momentum", "base_momentum")
-_KEYS = {MUON: MUON_DEFAULTS, ADAMW: ADAMW_DEFAULTS}
 OTHER_RULES = {"amsgrad": True, "maximize": True, "decoupled_weight_decay": False}
 """Keys of torch's optimizers, and with which value they ask for a rule that is not here."""
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
@@ -106,35 +123,47 @@ def plain(value: Any) -> Any:
 
 
 def complete_group(group: Mapping[str, Any], muon_defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """`group` with the keys it does not give: Muon's from the constructor, AdamW's from torch."""
-    algorithm = _known(group.get("algorithm", MUON))
-    defaults = {**MUON_DEFAULTS, **muon_defaults} if algorithm == MUON else ADAMW_DEFAULTS
+    """`group` with the keys it does not give.
+
+    Those of the constructor hold for all algorithms that update matrices; the others have their
+    own defaults.
+    """
+    algorithm = known(group.get("algorithm", MUON))
+    defaults = ALGORITHMS[algorithm].defaults
+    if ALGORITHMS[algorithm].on_matrices:
+        defaults = {key: muon_defaults.get(key, value) for key, value in defaults.items()}
     check_keys(group, algorithm)
-    return {"algorithm": algorithm, **{key: defaults[key] for key in _KEYS[algorithm]}, **group}
+    return {"algorithm": algorithm, **defaults, **group}
 
 
-def _known(algorithm: object) -> str:
+def updates_matrices(group: Mapping[str, Any]) -> bool:
+    """Whether the group's algorithm updates whole matrices."""
+    return ALGORITHMS[known(group.get("algorithm"))].on_matrices
+
+
+def known(algorithm: object) -> str:
     """`algorithm`, if it is the name of one."""
-    if not isinstance(algorithm, str) or algorithm not in _KEYS:
+    if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
         raise ValueError(
-            f"group key algorithm must be one of {sorted(_KEYS)}, got {show(algorithm)}"
-            f"{advice(algorithm, _KEYS)}"
+            f"group key algorithm must be one of {sorted(ALGORITHMS)}, got {show(algorithm)}"
+            f"{advice(algorithm, ALGORITHMS)}"
         )
     return algorithm
 
 
 def check_keys(group: Mapping[str, Any], algorithm: str) -> None:
-    """Refuse keys of the other algorithm and misspelt ones; frameworks may add their own.
+    """Refuse keys of other algorithms and misspelt ones; frameworks may add their own.
 
     Refused too are keys of torch under which it would compute something that we do not.
     """
-    own, other = _KEYS[algorithm], _KEYS[ADAMW if algorithm == MUON else MUON]
+    own = ALGORITHMS[algorithm].keys
+    others = {key for each in ALGORITHMS.values() for key in each.keys}
     for key, value in group.items():
         if key in own or key in _FRAMEWORK_KEYS:
             continue
         if not isinstance(key, str):
             raise ValueError(f"group keys must be text, got {show(key)}")
-        if key in other:
+        if key in others:
             raise ValueError(f"group key {key} does not belong to algorithm {algorithm!r}")
         if key in OTHER_RULES and isinstance(value, int) and bool(value) is OTHER_RULES[key]:
             raise ValueError(f"{key}={show(value)} is not supported")
@@ -149,8 +178,8 @@ def check_settings(group: Mapping[str, Any], *, wait: bool = True) -> None:
     wait: also look at numbers that are on a GPU, which waits for it, and at what only a new plan
     can make wrong; False is for every step.
     """
-    algorithm = _known(group.get("algorithm"))
-    for key, (allowed, is_valid, names) in _CHECKS[algorithm].items():
+    algorithm = known(group.get("algorithm"))
+    for key, (_, (allowed, is_valid, names)) in ALGORITHMS[algorithm].keys.items():
         if key not in group:
             raise ValueError(
                 f"a group lacks {key}, a key of algorithm {algorithm!r}; groups keep their"
@@ -160,12 +189,12 @@ def check_settings(group: Mapping[str, Any], *, wait: bool = True) -> None:
         if not is_valid(value, wait):
             near = advice(value, names)
             raise ValueError(f"{key} must be {allowed}, got {show(value)}{near}")
-    if wait and algorithm == MUON:
+    if wait and ALGORITHMS[algorithm].on_matrices:
         schedule_in(group)
 
 
 def schedule_in(group: Mapping[str, Any]) -> Schedule:
-    """The triples of a muon group's steps."""
+    """The triples of the steps of a group that updates matrices."""
     try:
         return schedule_of(group["ns_coefficients"], group["ns_steps"])
     except ValueError as error:
@@ -173,7 +202,7 @@ def schedule_in(group: Mapping[str, Any]) -> Schedule:
 
 
 def cuts_of(parameter: Tensor, group: Mapping[str, Any]) -> list[tuple[str, Cut]]:
-    """The matrices of a parameter in a muon group, each with the suffix of its id."""
+    """The matrices of a parameter in such a group, each with the suffix of its id."""
     return cut_parameter(
         parameter.shape,
         split_sizes=group["split_sizes"],
@@ -194,116 +223,10 @@ def check_parameter(name: str, parameter: Tensor, group: Mapping[str, Any]) -> N
         )
     if parameter.layout != torch.strided:
         raise ValueError(f"{name} has layout {parameter.layout}; only strided is supported")
-    if group["algorithm"] == MUON:
+    if updates_matrices(group):
         try:
             cuts_of(parameter, group)
         except ValueError as error:
             raise ValueError(
                 f"{name}: {error}; or put it into a group with algorithm='adamw'"
             ) from None
-
-
-Check = tuple[str, Callable[[Any, bool], bool], Sequence[str]]
-"""(what is allowed, whether a value is, names among it). The bool is `wait` of `check_settings`."""
-
-
-def _in_range(bounds: Range, value: Any, wait: bool) -> bool:
-    """Whether a number, or a one-element tensor of a real number, is within `bounds`."""
-    if type(value) in (Tensor, nn.Parameter):
-        if value.numel() != 1 or value.is_meta or value.is_complex() or value.dtype == torch.bool:
-            return False
-        if not wait and not value.is_cpu:
-            return True
-        value = value.item()
-    return bounds.holds(value)
-
-
-def _numbers(bounds: Range, count: int, value: Any, wait: bool) -> bool:
-    """Whether `value` lists `count` such numbers."""
-    return (
-        isinstance(value, (tuple, list))
-        and len(value) == count
-        and all(_in_range(bounds, each, wait) for each in value)
-    )
-
-
-_FINITE, _COUNT, _STEPS = map(range_of, (limits.Finite, limits.Count, limits.NsSteps))
-_PRESETS = choices(limits.Preset)
-
-
-def _coefficients(value: Any, wait: bool) -> bool:
-    if isinstance(value, str):
-        return value in _PRESETS
-    triple = functools.partial(_numbers, _FINITE, 3, wait=wait)
-    if not isinstance(value, (tuple, list)):
-        return False
-    return triple(value) or (len(value) > 0 and all(map(triple, value)))
-
-
-def _count(value: Any) -> bool:
-    return _COUNT.holds(value)
-
-
-def _sizes(value: Any, wait: bool) -> bool:
-    if value is None:
-        return True
-    return isinstance(value, (tuple, list)) and len(value) > 0 and all(map(_count, value))
-
-
-def _number(hint: Any) -> Check:
-    return range_of(hint).describe(), functools.partial(_in_range, range_of(hint)), ()
-
-
-def _or_none(check: Check) -> Check:
-    allowed, is_valid, names = check
-    return f"None or {allowed}", lambda value, wait: value is None or is_valid(value, wait), names
-
-
-def _name(hint: Any) -> Check:
-    names = choices(hint)
-    return f"one of {names}", lambda value, wait: isinstance(value, str) and value in names, names
-
-
-def _dtype(dtypes: Sequence[torch.dtype]) -> Check:
-    allowed = f"one of {', '.join(map(str, dtypes))}"
-    return allowed, lambda value, wait: isinstance(value, torch.dtype) and value in dtypes, ()
-
-
-_BOOL: Check = ("a bool", lambda value, wait: isinstance(value, bool), ())
-
-_MUON_CHECKS: dict[str, Check] = {
-    "lr": _number(limits.NotNegative),
-    "weight_decay": _number(limits.NotNegative),
-    "momentum": _number(limits.Decay),
-    "nesterov": _BOOL,
-    "ns_coefficients": (
-        f"three numbers (a, b, c) {_FINITE}, a list of such, or one of {_PRESETS}",
-        _coefficients,
-        _PRESETS,
-    ),
-    "eps": _or_none(_number(limits.NormFloor)),
-    "ns_steps": (
-        _STEPS.describe(),
-        lambda value, wait: _STEPS.holds(value),
-        (),
-    ),
-    "ns_method": _name(limits.Method),
-    "adjust_lr_fn": _or_none(_name(limits.AdjustLr)),
-    "ns_dtype": _or_none(_dtype(NS_DTYPES)),
-    "momentum_dtype": _or_none(_dtype(FLOATS)),
-    "split_sizes": ("None or a list of whole numbers above 0", _sizes, ()),
-    "num_heads": _or_none((_COUNT.describe(), lambda value, wait: _count(value), ())),
-    "transposed": _BOOL,
-    "flatten": _BOOL,
-}
-_ADAMW_CHECKS: dict[str, Check] = {
-    "lr": _number(limits.NotNegative),
-    "betas": (
-        f"two numbers, each {range_of(limits.Decay).describe()}",
-        functools.partial(_numbers, range_of(limits.Decay), 2),
-        (),
-    ),
-    "eps": _number(limits.NotNegative),
-    "weight_decay": _number(limits.NotNegative),
-}
-_CHECKS = {MUON: _MUON_CHECKS, ADAMW: _ADAMW_CHECKS}

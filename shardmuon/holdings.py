@@ -17,10 +17,8 @@ from torch import Tensor
 from shardmuon.entries import Entry, Group
 from shardmuon.exchange.blocks import BlockView, local
 from shardmuon.exchange.pipeline import Member, Passage
-from shardmuon.groups import ADAMW
 from shardmuon.planning.matrix import Matrix
-from shardmuon.rules import RULES, Shard
-from shardmuon.rules.adamw import ElementShard
+from shardmuon.rules import ELEMENT_RULES, RULES, ElementShard, Shard
 
 __all__ = ["Holdings", "Home", "State", "with_method"]
 
@@ -75,11 +73,11 @@ class Holdings:
         return {index: self._member(matrices[index]) for index in passage.present}
 
     def element_shards(self, group: Group) -> list[ElementShard]:
-        """Local tensors of an AdamW group's parameters; nothing of other groups."""
-        if group["algorithm"] != ADAMW:
+        """Local tensors of a group whose rule works on elements; nothing of other groups."""
+        if group["algorithm"] not in ELEMENT_RULES:
             return []
         held = [self._hold(entry) for entry in self.entries if entry.group is group]
-        return [ElementShard(h.parameter, h.gradient, **h.state) for h in held if not h.missing]
+        return [ElementShard(h.parameter, h.gradient, h.state) for h in held if not h.missing]
 
     def _member(self, matrix: Matrix) -> Member:
         number, view = self.homes[matrix.id]
@@ -91,8 +89,11 @@ class Holdings:
         settings = self._groups.get(kind)
         if settings is None:
             settings = self._groups[kind] = with_method(group, matrix)
-        of = view.of
-        state = {key: of(value) for key, value in held.state.items()}
+        of, kinds = view.of, RULES[group["algorithm"]].state
+        state = {
+            key: view.rows_of(value) if kinds[key].form == "rows" else of(value)
+            for key, value in held.state.items()
+        }
         shape = matrix.whole_shape
         shard = Shard(of(held.parameter), of(held.gradient), state, settings, *shape)
         return Member(RULES[group["algorithm"]], shard, held.missing)

@@ -20,10 +20,8 @@ from shardmuon.engine import Engine, StepStats
 from shardmuon.entries import check_devices, parameter_names
 from shardmuon.exchange.blocks import as_device_mesh, local
 from shardmuon.groups import (
-    ADAMW,
-    ADAMW_DEFAULTS,
+    ALGORITHMS,
     MUON,
-    MUON_DEFAULTS,
     check_parameter,
     check_settings,
     complete_group,
@@ -32,10 +30,9 @@ from shardmuon.limits import show
 from shardmuon.orthogonalize.coefficients import KELLER, Coefficients
 from shardmuon.planning.matrix import AUTO
 from shardmuon.planning.plan import Plan
-from shardmuon.rules import RULES
-from shardmuon.rules.adamw import init_adamw_state
 from shardmuon.runtime import Runtime
-from shardmuon.state_dicts import check_state_dict, counter, momentum_casts
+from shardmuon.state import new_counter, new_state
+from shardmuon.state_dicts import casts_in, check_state_dict, counter
 
 __all__ = ["Muon", "StepStats"]
 
@@ -126,7 +123,7 @@ class Muon(Optimizer):
         }
         if not isinstance(runtime, Runtime):
             raise ValueError(f"runtime must be a shardmuon.Runtime, got {show(runtime)}")
-        check_settings({**MUON_DEFAULTS, "algorithm": MUON, **defaults})
+        check_settings({**ALGORITHMS[MUON].defaults, "algorithm": MUON, **defaults})
         self._engine = Engine(runtime, as_device_mesh(mesh))
         super().__init__(params, defaults)
 
@@ -212,9 +209,8 @@ class Muon(Optimizer):
         super().add_param_group(group)
         try:
             # The base class fills in the constructor's defaults, which are Muon's.
-            if group["algorithm"] == ADAMW:
-                for key in self.defaults.keys() - ADAMW_DEFAULTS.keys():
-                    del group[key]
+            for key in self.defaults.keys() - ALGORITHMS[group["algorithm"]].keys.keys():
+                del group[key]
             as_device_mesh(group.get("mesh"))
             names = parameter_names(self.param_groups)
             check_settings(group)
@@ -247,9 +243,9 @@ class Muon(Optimizer):
         """
         self._reconcile_state()
         check_state_dict(self.param_groups, state_dict)
-        if casts := momentum_casts(self.param_groups, state_dict):
+        if casts := casts_in(self.param_groups, state_dict):
             # Before anything is changed: a warning may be made an error.
-            warnings.warn(f"momentum was cast from {', '.join(casts)}", stacklevel=2)
+            warnings.warn(", ".join(casts), stacklevel=2)
         before = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
         for group, old in zip(self.param_groups, before, strict=True):
@@ -269,21 +265,21 @@ class Muon(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter in wanted:
-                    self.state[parameter] = _initial_state(parameter, group)
+                    self.state[parameter] = new_state(parameter, group)
 
     def _restore_dtypes(self, state_dict: StateDict) -> None:
         """Undo the base class's cast to the parameter's dtype: it costs fp32 momentum its bits."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, key in zip(group["params"], saved["params"], strict=True):
-                loaded = self.state.get(parameter, {})
-                if "momentum_buffer" in loaded:
-                    value = state_dict["state"][key]["momentum_buffer"]
-                    dtype = group["momentum_dtype"] or parameter.dtype
-                    moved = value.to(device=loaded["momentum_buffer"].device, dtype=dtype)
-                    loaded["momentum_buffer"] = moved.clone() if moved is value else moved
-                if "step" in loaded:
-                    place = init_adamw_state(local(parameter))["step"]
-                    loaded["step"] = place.copy_(counter(loaded["step"]))
+                kinds = ALGORITHMS[group["algorithm"]].state
+                for kind, tensor in self.state.get(parameter, {}).items():
+                    given = state_dict["state"][key][kind]
+                    if kinds[kind].form == "counter":
+                        value = new_counter(parameter).copy_(counter(given))
+                    else:
+                        dtype = kinds[kind].dtype_for(parameter, group)
+                        value = given.to(device=tensor.device, dtype=dtype)
+                    self.state[parameter][kind] = value.clone() if value is given else value
 
     def _reconcile_state(self) -> None:
         """Make state for trainable parameters without it; drop that of parameters in no group.
@@ -305,16 +301,10 @@ class Muon(Optimizer):
         if dead:
             self._engine.forget()
         for parameter in new:
-            self.state[parameter] = _initial_state(parameter, members[parameter])
+            self.state[parameter] = new_state(parameter, members[parameter])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_engine": self._engine}
-
-
-def _initial_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-    if group["algorithm"] == ADAMW:
-        return init_adamw_state(parameter)
-    return RULES[group["algorithm"]].init_state(parameter, group)
 
 
 def _checked(param_group: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardmuon.groups import ADAMW, MUON, check_settings, complete_group
+from shardmuon.groups import ADAMW, MUON, check_settings, complete_group, updates_matrices
 from shardmuon.kinds import UNKNOWN, Use, default_rule, heads_of, uses_of
 from shardmuon.limits import advice, show
 from shardmuon.planning.report import table
@@ -73,7 +73,8 @@ def param_groups(
     A root whose layers all lie directly under it, such as an `nn.Sequential` of linear layers, has
     heads by name only. Wrappers around the model count as no level.
 
-    muon, adamw: group keys for either kind. to_muon, to_adamw: patterns (`*` and `?`, as in
+    muon, adamw: group keys for either kind; with `algorithm`, another rule takes the place of Muon
+    or AdamW. to_muon, to_adamw: patterns (`*` and `?`, as in
     `fnmatch`) on parameter names without wrapper prefixes; they override the default rule.
 
     Raises ValueError if a group key or its value is refused, if a pattern matches nothing, if a
@@ -113,11 +114,15 @@ def _check_keys(argument: str, keys: object, algorithm: str) -> None:
         return
     if not isinstance(keys, Mapping):
         raise TypeError(f"{argument} must be a dict of group keys, got {show(keys)}")
-    for key in ("params", "param_names", "algorithm"):
+    for key in ("params", "param_names"):
         if key in keys:
             raise ValueError(f"{argument} may not have the key {key}: param_groups makes it")
     try:
-        check_settings(complete_group({**keys, "algorithm": algorithm}, {}))
+        group = complete_group({"algorithm": algorithm, **keys}, {})
+        check_settings(group)
+        if updates_matrices(group) != (algorithm == MUON):
+            kind = "matrices" if algorithm == MUON else "single elements"
+            raise ValueError(f"algorithm {group['algorithm']!r} is not one for {kind}")
     except ValueError as error:
         raise ValueError(f"{argument}: {error}") from None
 
@@ -153,7 +158,7 @@ def _group_dicts(
             keys["transposed"] = True
         if not decays:
             keys["weight_decay"] = 0.0
-        dicts.append({**keys, "params": groups[kind], "algorithm": rule})
+        dicts.append({"algorithm": rule, **keys, "params": groups[kind]})
     return dicts
 
 

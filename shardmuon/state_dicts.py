@@ -17,16 +17,18 @@ from shardmuon.entries import parameter_names
 from shardmuon.exchange.blocks import local, planning_mesh
 from shardmuon.groups import (
     ADAMW,
+    ALGORITHMS,
     MUON,
-    STATE,
     STRUCTURAL_KEYS,
     check_keys,
     check_settings,
     plain,
+    updates_matrices,
 )
 from shardmuon.limits import advice, show
+from shardmuon.state import shape_of
 
-__all__ = ["check_state_dict", "counter", "momentum_casts"]
+__all__ = ["casts_in", "check_state_dict", "counter"]
 
 _NOT_SETTINGS = ("params", "param_names", "mesh", "momentum_dtype")
 
@@ -42,16 +44,18 @@ def check_state_dict(groups: Groups, state_dict: Any) -> None:
     _check_state(groups, saved, state_dict["state"])
 
 
-def momentum_casts(groups: Groups, state_dict: Mapping[str, Any]) -> list[str]:
-    """How momentum of a state dict that fits will be cast, in words."""
+def casts_in(groups: Groups, state_dict: Mapping[str, Any]) -> list[str]:
+    """How state of matrices in a state dict that fits will be cast, in words."""
     casts = set()
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
+        if not updates_matrices(group):
+            continue
+        kinds = ALGORITHMS[group["algorithm"]].state
         for parameter, key in zip(group["params"], saved["params"], strict=True):
-            value = state_dict["state"].get(key, {}).get("momentum_buffer")
-            if value is not None:
-                dtype = group["momentum_dtype"] or parameter.dtype
+            for kind, value in state_dict["state"].get(key, {}).items():
+                dtype = kinds[kind].dtype_for(parameter, group)
                 if value.dtype != dtype:
-                    casts.add(f"{value.dtype} to {dtype}")
+                    casts.add(f"{kind} was cast from {value.dtype} to {dtype}")
     return sorted(casts)
 
 
@@ -110,7 +114,7 @@ def _check_structure(number: int, group: Mapping[str, Any], saved: Mapping[str, 
     for key in STRUCTURAL_KEYS:
         here, there = group.get(key), theirs.get(key, group.get(key))
         if type(plain(there)) is not type(plain(here)) or plain(there) != plain(here):
-            near = advice(there, STATE) if key == "algorithm" else ""
+            near = advice(there, ALGORITHMS) if key == "algorithm" else ""
             raise ValueError(
                 f"group {number} has {key}={here!r}, the state dict {show(there)}{near}"
             )
@@ -133,7 +137,7 @@ def _check_state(
     for group, names, theirs in zip(groups, parameter_names(groups), saved, strict=True):
         for parameter, name, key in zip(group["params"], names, theirs["params"], strict=True):
             known.add(key)
-            _check_state_of(name, parameter, STATE[group["algorithm"]], states.get(key, {}))
+            _check_state_of(name, parameter, group, states.get(key, {}))
     others = [key for key in states if key not in known]
     if others:
         raise ValueError(
@@ -142,36 +146,39 @@ def _check_state(
         )
 
 
-def _check_state_of(name: str, parameter: Tensor, kinds: set[str], state: Any) -> None:
+def _check_state_of(name: str, parameter: Tensor, group: Mapping[str, Any], state: Any) -> None:
     """Refuse state of another kind, and what torch's flat form puts in for state it lacks."""
     if not isinstance(state, Mapping):
         raise ValueError(f"the state of {name} must be a dict, got {show(state)}")
     for kind, value in state.items():
         if isinstance(value, dict):
             raise ValueError(f"the state dict has no {kind} of {name}")
-    if state and state.keys() != kinds:
+    kinds = ALGORITHMS[group["algorithm"]].state
+    if state and state.keys() != kinds.keys():
         raise ValueError(
             f"{name} has state {show(list(state))} in the state dict, expected {sorted(kinds)}"
         )
     for kind, value in state.items():
-        if kind == "step":
+        if kinds[kind].form == "counter":
             try:
                 counter(value)
             except ValueError as error:
-                raise ValueError(f"step of {name} {error}") from None
+                raise ValueError(f"{kind} of {name} {error}") from None
         else:
-            _check_tensor(f"{kind} of {name}", parameter, value)
+            shape = shape_of(kinds[kind], parameter, group)
+            _check_tensor(f"{kind} of {name}", parameter, shape, value)
 
 
-def _check_tensor(label: str, parameter: Tensor, value: Any) -> None:
+def _check_tensor(label: str, parameter: Tensor, shape: tuple[int, ...], value: Any) -> None:
     """Refuse what is not a tensor of numbers placed like the parameter."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{label} must be a floating-point tensor in the state dict, got {kind}")
-    if value.shape != parameter.shape:
+    if tuple(value.shape) != shape:
         raise ValueError(
             f"{label} has shape {tuple(value.shape)} in the state dict, the parameter"
             f" {tuple(parameter.shape)}"
+            + (f", which takes {shape}" if shape != tuple(parameter.shape) else "")
         )
     if value.layout != torch.strided or value.is_meta != parameter.is_meta:
         raise ValueError(f"{label} is {value.layout} on {value.device} in the state dict")

@@ -31,6 +31,7 @@ __all__ = [
     "PLAIN",
     "Answer",
     "Grid",
+    "Values",
     "Weight",
     "alone",
     "check",
@@ -46,6 +47,10 @@ __all__ = [
 
 PLAIN = "plain"
 """Instead of letters: a plain tensor, replicated over the mesh."""
+
+
+Values = Mapping[str, Tensor]
+"""Of one weight: `parameter`, and its state by key; all whole or all as a rank holds them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +135,8 @@ def _gradient(grid: Grid, index: int, step: int) -> Tensor:
 STRUCTURE = {"split_sizes", "num_heads", "transposed", "flatten"}
 
 
-def alone(grid: Grid) -> list[tuple[Tensor, Tensor]]:
-    """(parameter, momentum) of each weight, from its matrices as separate plain parameters."""
+def alone(grid: Grid) -> list[Values]:
+    """What each weight comes to, from its matrices as separate plain parameters."""
     device = ranks.device()
     groups, params = [], []
     for index, weight in enumerate(grid.weights):
@@ -152,17 +157,25 @@ def alone(grid: Grid) -> list[tuple[Tensor, Tensor]]:
             warnings.filterwarnings("ignore", ".* are plain tensors", UserWarning)
             optimizer.step()
     return [
-        (
-            _joined(weight, own),
-            _joined(weight, [optimizer.state[p]["momentum_buffer"] for p in own]),
-        )
+        {
+            "parameter": _joined(weight, own),
+            **{
+                kind: _joined(weight, [optimizer.state[p][kind] for p in own])
+                for kind in optimizer.state[own[0]]
+            },
+        }
         for weight, own in zip(grid.weights, params, strict=True)
     ]
 
 
 def _joined(weight: Weight, parts: Sequence[Tensor]) -> Tensor:
-    """The whole tensor on the CPU from its matrices."""
-    whole = torch.empty(weight.shape, dtype=parts[0].dtype)
+    """The whole tensor on the CPU from what each of its matrices has, whole or one column."""
+    shape = list(weight.shape)
+    if parts[0].shape != matrices(weight, torch.empty(shape))[0].shape:
+        columns = range(1, len(shape)) if weight.keys.get("flatten") else [len(shape) - 1]
+        columns = [len(shape) - 2] if weight.keys.get("transposed") else columns
+        shape = [1 if dim in columns else size for dim, size in enumerate(shape)]
+    whole = torch.empty(shape, dtype=parts[0].dtype)
     for view, part in zip(matrices(weight, whole), parts, strict=True):
         view.copy_(part.detach())
     return whole
@@ -174,7 +187,7 @@ def _set_gradient(parameter: Tensor, gradient: Tensor) -> None:
     parameter.grad = gradient
 
 
-def solve_alone(grids: Sequence[Grid]) -> list[list[tuple[Tensor, Tensor]]]:
+def solve_alone(grids: Sequence[Grid]) -> list[list[Values]]:
     """`alone` for many problems: a case for a world of one rank."""
     return [alone(grid) for grid in grids]
 
@@ -254,12 +267,12 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return left.equal(right)
 
 
-def check(grids: Sequence[Grid], right: Sequence[list[tuple[Tensor, Tensor]]]) -> list[Answer]:
+def check(grids: Sequence[Grid], right: Sequence[list[Values]]) -> list[Answer]:
     """Solve every problem on this rank and compare its shards with those of the right answers."""
     return [_check(grid, answer) for grid, answer in zip(grids, right, strict=True)]
 
 
-def _check(grid: Grid, right: list[tuple[Tensor, Tensor]]) -> Answer:
+def _check(grid: Grid, right: list[Values]) -> Answer:
     try:
         return _solve(grid, right)
     except Exception:  # all ranks raise alike, and a batch of problems goes on
@@ -287,7 +300,7 @@ def run(grid: Grid) -> tuple[list[nn.Parameter], shardmuon.Muon, list[int]]:
     return params, optimizer, counts
 
 
-def _solve(grid: Grid, right: list[tuple[Tensor, Tensor]]) -> Answer:
+def _solve(grid: Grid, right: list[Values]) -> Answer:
     mesh = mesh_of(grid.mesh)
     params, optimizer, counts = run(grid)
     stats, plan = optimizer.stats, optimizer.plan
@@ -298,8 +311,8 @@ def _solve(grid: Grid, right: list[tuple[Tensor, Tensor]]) -> Answer:
     if stats.bytes_received != plan.bytes_received().get(rank, 0):
         faults.append(f"received {stats.bytes_received}, planned {plan.bytes_received()}")
     for index, (weight, p) in enumerate(zip(grid.weights, params, strict=True)):
-        momentum = optimizer.state[p]["momentum_buffer"]
-        faults += _differences(f"w{index}", weight, (p, momentum), right[index], mesh)
+        found = {"parameter": p, **optimizer.state[p]}
+        faults += _differences(f"w{index}", weight, found, right[index], mesh)
     return Answer(
         "\n".join(faults),
         tuple(counts),
@@ -312,23 +325,23 @@ def _solve(grid: Grid, right: list[tuple[Tensor, Tensor]]) -> Answer:
 def _differences(
     name: str,
     weight: Weight,
-    found: tuple[Tensor, Tensor],
-    right: tuple[Tensor, Tensor],
+    found: Values,
+    right: Values,
     mesh: DeviceMesh,
 ) -> list[str]:
-    """What of a parameter and its momentum is not as it should be."""
+    """What of a parameter and its state is not as it should be."""
     coordinate, shape = mesh.get_coordinate(), tuple(mesh.shape)
     assert coordinate is not None
-    faults = []
-    for kind, tensor, whole in zip(("parameter", "momentum"), found, right, strict=True):
-        part = cut(whole, weight.letters, shape, coordinate)
+    faults = [] if found.keys() == right.keys() else [f"{name}: has {list(found)}"]
+    for kind, whole in right.items():
+        tensor, part = found[kind], cut(whole, weight.letters, shape, coordinate)
         if not same_bits(local(tensor), part):
             held = local(tensor).detach().cpu()
             size = "other shape or dtype"
             if held.shape == part.shape:
                 size = f"off by {(held.double() - part.double()).abs().max()}"
             faults.append(f"{name}: {kind} differs, {size}")
-        if tuple(tensor.shape) != weight.shape:
+        if tensor.shape != whole.shape:
             faults.append(f"{name}: {kind} has shape {tuple(tensor.shape)}")
         if weight.letters != PLAIN:
             assert isinstance(tensor, DTensor)

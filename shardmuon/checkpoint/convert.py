@@ -26,7 +26,7 @@ from shardmuon.checkpoint.torch_forms import (
 )
 from shardmuon.entries import parameter_names
 from shardmuon.exchange.blocks import local
-from shardmuon.groups import ADAMW, MUON, STATE, STRUCTURAL_KEYS, clean_fqn
+from shardmuon.groups import ADAMW, ALGORITHMS, MUON, STRUCTURAL_KEYS, clean_fqn
 from shardmuon.muon import Muon
 from shardmuon.orthogonalize.coefficients import schedule_of
 from shardmuon.state_dicts import counter
@@ -215,7 +215,7 @@ class _Changes:
             return  # the file's settings belong to its parameters
         self._settings.append((group, settings_for(label, group, fqns, saved)))
         for fqn, parameter, each in zip(fqns, group["params"], saved, strict=True):
-            expected = STATE[group["algorithm"]]
+            expected = ALGORITHMS[group["algorithm"]].state.keys()
             if each.state and each.state.keys() != expected:
                 raise ValueError(
                     f"{label}: {fqn} has state {sorted(each.state)}, expected {sorted(expected)}"

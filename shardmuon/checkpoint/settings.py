@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardmuon.checkpoint.publish import CheckpointError
-from shardmuon.groups import STATE, STRUCTURAL_KEYS, check_keys, check_settings, plain
+from shardmuon.groups import ALGORITHMS, STRUCTURAL_KEYS, check_keys, check_settings, plain
 from shardmuon.limits import show
 
 __all__ = ["Groups", "change_groups", "decode", "encode", "group_changes", "groups_of", "name_of"]
@@ -146,7 +146,7 @@ def _check_values(group: Mapping[str, Any], change: Mapping[str, Any]) -> None:
     taken = {key: decode(value) for key, value in change.items() if key not in _KEPT}
     algorithm = group.get("algorithm")
     try:
-        if algorithm in STATE:
+        if algorithm in ALGORITHMS:
             check_keys(taken, algorithm)
             check_settings({**group, **taken})
         for key, value in taken.items():

@@ -14,12 +14,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from shardmuon.exchange.legs import Cargo, copy_all, row_stats_to_wire
+from shardmuon.exchange.legs import Cargo, copy_all, rows_from_wire, rows_to_wire
 from shardmuon.planning.layout import Block
 from shardmuon.planning.matrix import Matrix
-from shardmuon.planning.routes import PackingList, Parcel, Route, packing_list
+from shardmuon.planning.routes import PackingList, Parcel, Route
 
-__all__ = ["Batch", "assemble", "batches_of", "take_apart"]
+__all__ = ["Batch", "assemble", "batches_of", "row_states_of", "take_apart"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Batch:
         ordered = [p for of in self.parcels for p in sorted(of, key=lambda p: p.block.row_start)]
         if any(p.block.numel and p.block.cols != self.matrix.cols for p in ordered):
             return None
-        return packing_list(ordered, back=False)
+        keys = tuple((parcel.matrix, parcel.origin) for parcel in ordered)
+        return PackingList(keys, tuple(parcel.block.numel for parcel in ordered))
 
 
 def batches_of(matrices: Sequence[Matrix], route: Route, together: bool) -> tuple[Batch, ...]:
@@ -75,9 +76,24 @@ def assemble(
         wholes.append(whole)
         for key, place in _places(batch, whole).items():
             places.append(place)
-            pieces.append(cargo[key] if batch.rows else cargo[key].view(place.shape))
+            block = cargo[key]
+            if batch.matrix.row_state:  # numbers of its rows may be behind it
+                block = block[: place.numel()]
+            pieces.append(block if batch.rows else block.view(place.shape))
     copy_all(places, pieces)
     return wholes
+
+
+def row_states_of(batch: Batch, cargo: Cargo) -> Tensor | None:
+    """The number of every row of a batch, float32 [rows] or [n, rows]; None if none travels."""
+    if not batch.matrix.row_state:
+        return None
+    columns = []
+    for index, parcels in zip(batch.indices, batch.parcels, strict=True):
+        first = [p for p in parcels if p.block.col_start == 0]  # each row begins in one of them
+        first.sort(key=lambda p: p.block.row_start)
+        columns += [rows_from_wire(cargo[index, p.origin][p.block.numel :]) for p in first]
+    return torch.cat(columns).view(batch.shape[:-1])
 
 
 def take_apart(batch: Batch, update: Tensor, stats: Tensor | None, dtype: torch.dtype) -> Cargo:
@@ -98,7 +114,7 @@ def take_apart(batch: Batch, update: Tensor, stats: Tensor | None, dtype: torch.
         for parcel in parcels:
             key = index, parcel.origin
             rows = theirs[parcel.block.row_start : parcel.block.row_stop]
-            cargo[key] = torch.cat([cargo[key], row_stats_to_wire(rows, dtype)])
+            cargo[key] = torch.cat([cargo[key], rows_to_wire(rows, dtype)])
     return cargo
 
 

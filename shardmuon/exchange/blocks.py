@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -26,6 +27,7 @@ __all__ = [
     "local",
     "local_gradient",
     "planning_mesh",
+    "zeros_like",
 ]
 
 
@@ -68,6 +70,26 @@ _meshes: WeakKeyDictionary[DeviceMesh, Mesh] = WeakKeyDictionary()
 def _copy_of(device_mesh: DeviceMesh) -> Mesh:
     ranks = tuple(int(rank) for rank in device_mesh.mesh.flatten().tolist())
     return Mesh(ranks, tuple(device_mesh.shape), tuple(device_mesh.mesh_dim_names or ()))
+
+
+def zeros_like(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros of global `shape` that lie as `parameter` does; shapes differ where it has a 1."""
+    if shape == tuple(parameter.shape):
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(shape, dtype=dtype, device=parameter.device)
+    layout = layout_of("state", parameter, None)
+    box = layout.box(shape, layout.mesh.coordinates[collectives.rank()])
+    sizes = [stop - start for start, stop in box]
+    strides = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        torch.zeros(sizes, dtype=dtype, device=local(parameter).device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=strides,
+    )
 
 
 def layout_of(fqn: str, parameter: Tensor, default: DeviceMesh | None) -> Layout:
@@ -127,6 +149,19 @@ class BlockView:
         if self._cut.transposed:
             tensor = tensor.mT
         return tensor[self._rows] if self._cols is None else tensor[self._rows, self._cols]
+
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        """[block rows, 1] of a local tensor with an element for every row, sharing memory.
+
+        [block rows, 0] where the elements of the block's rows are elsewhere.
+        """
+        if self._rows is None:
+            return tensor.new_empty(0, 0)
+        if self._cut.flatten:
+            tensor = tensor.flatten(1)
+        if self._index is not None:
+            tensor = tensor[self._index]
+        return (tensor.mT if self._cut.transposed else tensor)[self._rows]
 
 
 def _splits(fqn: str, parameter: DTensor) -> tuple[Split, ...]:

@@ -19,8 +19,8 @@ __all__ = [
     "Leg",
     "copy_all",
     "pack",
-    "row_stats_from_wire",
-    "row_stats_to_wire",
+    "rows_from_wire",
+    "rows_to_wire",
     "start_hop",
     "start_share",
     "unpack",
@@ -97,11 +97,11 @@ def start_share(share: Share, buffer: Tensor, group: collectives.Group) -> Leg:
     return Leg(work, everyones)
 
 
-def row_stats_to_wire(row_stats: Tensor, dtype: torch.dtype) -> Tensor:
+def rows_to_wire(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """float32 [rows] as wire elements [rows * 4 / itemsize], bits kept."""
-    return row_stats.contiguous().view(dtype)
+    return numbers.contiguous().view(dtype)
 
 
-def row_stats_from_wire(elements: Tensor) -> Tensor:
-    """Inverse of `row_stats_to_wire`; copies, since a slice may not be aligned for float32."""
+def rows_from_wire(elements: Tensor) -> Tensor:
+    """Inverse of `rows_to_wire`; copies, since a slice may not be aligned for float32."""
     return elements.clone().view(torch.float32)

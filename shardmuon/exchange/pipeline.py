@@ -19,12 +19,13 @@ from torch.profiler import record_function
 
 from shardmuon.exchange import collectives
 from shardmuon.exchange.activity import during, mark
-from shardmuon.exchange.assembly import Batch, assemble, batches_of, take_apart
+from shardmuon.exchange.assembly import Batch, assemble, batches_of, row_states_of, take_apart
 from shardmuon.exchange.legs import (
     Cargo,
     Leg,
     pack,
-    row_stats_from_wire,
+    rows_from_wire,
+    rows_to_wire,
     start_hop,
     start_share,
     unpack,
@@ -181,9 +182,10 @@ class Transit:
         with self.passage.range("orthogonalize"):
             passage = self.passage
             wholes = assemble(passage.batches, self.cargo, passage.dtype, passage.device)
+            row_states = [row_states_of(batch, self.cargo) for batch in passage.batches]
             self.cargo = {}
-            for batch, whole in zip(passage.batches, wholes, strict=True):
-                self._update(batch, whole)
+            for batch, whole, rows in zip(passage.batches, wholes, row_states, strict=True):
+                self._update(batch, whole, rows)
             if passage.team is not None and not passage.batches:
                 passage.team.attend(passage.bucket.matrices[0].segments, passage.buffer(0))
         if passage.route.hops:
@@ -223,7 +225,7 @@ class Transit:
             stats: Tensor | None = None
             if rule.row_stats:
                 elements, behind = elements.tensor_split([parcel.block.numel])
-                stats = row_stats_from_wire(behind)
+                stats = rows_from_wire(behind)
             updates.append(elements)
             row_stats.append(stats)
         rule.apply_all(shards, updates, row_stats, self.commit)
@@ -251,12 +253,12 @@ class Transit:
         self.tally.bytes_sent += sent * size
         self.tally.bytes_received += received * size
 
-    def _update(self, batch: Batch, whole: Tensor) -> None:
+    def _update(self, batch: Batch, whole: Tensor, row_state: Tensor | None) -> None:
         """Orthogonalize a batch and lay each origin's block of the updates out for the way back."""
         first, team = self.members[batch.indices[0]], self.passage.team
         stats: Tensor | None = None
         if team is None:
-            update, stats = first.rule.orthogonalize(whole, first.shard.group)
+            update, stats = first.rule.orthogonalize(whole, first.shard.group, row_state)
         else:
             panels = whole.view(-1, *whole.shape[-2:])
             shape = batch.matrix.whole_shape
@@ -291,7 +293,16 @@ def set_out(
 def _prepare(members: Mapping[int, Member], places: Mapping[int, Tensor], commit: Commit) -> None:
     for rule, indices in _busy(members):
         shards = [members[index].shard for index in indices]
-        rule.prepare_all(shards, [places.get(index) for index in indices], commit)
+        blocks = []
+        for index, shard in zip(indices, shards, strict=True):
+            place = places.get(index)
+            if place is not None and rule.row_state is not None:
+                place, behind = place.tensor_split([shard.parameter.numel()])
+                if behind.numel():
+                    numbers = shard.state[rule.row_state].reshape(-1)
+                    behind.copy_(rows_to_wire(numbers, behind.dtype))
+            blocks.append(place)
+        rule.prepare_all(shards, blocks, commit)
 
 
 def _busy(members: Mapping[int, Member]) -> Iterable[tuple[UpdateRule, list[int]]]:

@@ -51,6 +51,14 @@ class Cut:
         return (cols, rows) if self.transposed else (rows, cols)
 
     @cached_property
+    def row_shape(self) -> tuple[int, ...]:
+        """The parameter's shape with one column instead of all: an element for every row."""
+        plane = 1 if self.flatten else len(self.shape) - 2
+        columns = plane if self.transposed or self.flatten else plane + 1
+        last = len(self.shape) if self.flatten else columns + 1
+        return tuple(1 if columns <= dim < last else size for dim, size in enumerate(self.shape))
+
+    @cached_property
     def part_rows(self) -> tuple[int, int]:
         """Rows of the matrix among all rows."""
         return self.part if self.part is not None else (0, self._all[0])

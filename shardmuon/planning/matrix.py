@@ -46,7 +46,8 @@ class Matrix:
     in which its blocks and updates travel; wire_bytes: per element.
     cost: FLOPs of its Newton-Schulz, or `cost.flops_in` the time measured for it. settings: what
     else must agree between ranks (canonical text).
-    row_stats: the rule sends one float32 per row of the update along with it. method, segments:
+    row_state: one float32 per row travels to the owner, with the blocks that begin a row.
+    row_stats: one travels back with every block of the update. method, segments:
     how Newton-Schulz runs, see `planning.cost`; `AUTO` costs as much as "standard".
     may_share: its rule and method allow panels. panel: the record is one, and travels as a matrix
     does.
@@ -59,6 +60,7 @@ class Matrix:
     wire_bytes: int
     cost: int
     settings: str = ""
+    row_state: bool = False
     row_stats: bool = False
     method: str = "standard"
     segments: tuple[int, ...] = ()
@@ -95,8 +97,8 @@ class Matrix:
 
     @property
     def row_stat_elements(self) -> int:
-        """Wire elements that carry one row's statistic, 0 without."""
-        return ROW_STAT_BYTES // self.wire_bytes if self.row_stats else 0
+        """Wire elements that carry one row's number."""
+        return ROW_STAT_BYTES // self.wire_bytes
 
     def block_at(self, coordinate: Coordinate) -> Block:
         """The rectangle held by the rank at `coordinate` of its mesh."""

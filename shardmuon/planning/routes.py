@@ -36,8 +36,8 @@ __all__ = [
 class Parcel(NamedTuple):
     """The block of bucket matrix `matrix` that belongs to the rank at `origin`.
 
-    gather_elements and scatter_elements: wire elements on the way in and on the way back, where
-    per-row statistics may travel with the update.
+    gather_elements and scatter_elements: wire elements on the way in and on the way back; a number
+    per row may travel either way, behind the block.
     """
 
     matrix: int
@@ -250,8 +250,10 @@ class _RouteMaker:
     def parcel(self, index: int, origin: Coordinate) -> Parcel:
         matrix = self._matrices[index]
         block = matrix.block_at(origin)
-        statistics = block.rows * matrix.row_stat_elements
-        return Parcel(index, origin, block, block.numel, block.numel + statistics)
+        by_rows = block.rows * matrix.row_stat_elements
+        there = by_rows if matrix.row_state and block.col_start == 0 else 0
+        back = by_rows if matrix.row_stats else 0
+        return Parcel(index, origin, block, block.numel + there, block.numel + back)
 
     def parcels_at(self, index: int, holder: Coordinate, depth: int) -> Parcels:
         """Parcels of a matrix that `holder` has after `depth` hops, if it is on the way.

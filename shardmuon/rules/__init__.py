@@ -1,14 +1,50 @@
-"""Update rules: what a step computes, one file per rule, on local shards and whole matrices.
+"""Update rules: what a step computes, one file per rule.
 
-`RULES` maps the group key `algorithm` to the rules that orthogonalize matrices; AdamW, which needs
-no whole matrix, is `rules/adamw.py`.
+Owns which rule stands behind the group key `algorithm`: `RULES` update matrices through an
+orthogonalized whole, `ELEMENT_RULES` all else element by element.
 """
 
 from __future__ import annotations
 
-from shardmuon.rules.base import Commit, Shard, UpdateRule
+from shardmuon.groups import ADAMW, ALGORITHMS, MUON, Algorithm
+from shardmuon.rules.adamw import AdamWRule
+from shardmuon.rules.base import Commit, ElementRule, ElementShard, Shard, UpdateRule
 from shardmuon.rules.muon import MuonRule
+from shardmuon.rules.normuon import NorMuonRule
 
-__all__ = ["RULES", "Commit", "Shard", "UpdateRule"]
+__all__ = [
+    "ELEMENT_RULES",
+    "RULES",
+    "Commit",
+    "ElementRule",
+    "ElementShard",
+    "MuonRule",
+    "Shard",
+    "UpdateRule",
+    "register",
+]
 
-RULES: dict[str, UpdateRule] = {"muon": MuonRule()}
+RULES: dict[str, UpdateRule] = {}
+ELEMENT_RULES: dict[str, ElementRule] = {}
+
+
+def register(algorithm: str, rule: UpdateRule | ElementRule) -> None:
+    """Let groups take `rule` by the name `algorithm`, on this rank; all ranks must do the same.
+
+    Raises ValueError if the name is taken, TypeError for what is not a rule.
+    """
+    if not isinstance(rule, UpdateRule | ElementRule):
+        raise TypeError(f"a rule must be an UpdateRule or an ElementRule, got {rule!r}")
+    if algorithm in ALGORITHMS:
+        raise ValueError(f"there is a rule for algorithm {algorithm!r} already")
+    on_matrices = isinstance(rule, UpdateRule)
+    ALGORITHMS[algorithm] = Algorithm(rule.keys, rule.state, on_matrices)
+    if isinstance(rule, UpdateRule):
+        RULES[algorithm] = rule
+    else:
+        ELEMENT_RULES[algorithm] = rule
+
+
+register(MUON, MuonRule())
+register("normuon", NorMuonRule())
+register(ADAMW, AdamWRule())

@@ -8,57 +8,52 @@ CUDA, single-tensor on CPU (torch's own default there), so on CPU it is bit-equa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from shardmuon.rules.base import Commit, Group
+from shardmuon import limits
+from shardmuon.groups import StateKind
+from shardmuon.keys import Key, number, pair
+from shardmuon.rules.base import Commit, ElementRule, ElementShard, Group
 
-__all__ = ["ElementShard", "adamw_step", "init_adamw_state"]
-
-
-class ElementShard(NamedTuple):
-    """Local tensors of one AdamW parameter, equal shapes, maybe empty; `step` is [] float32."""
-
-    parameter: Tensor
-    gradient: Tensor
-    step: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+__all__ = ["AdamWRule"]
 
 
-def init_adamw_state(parameter: Tensor) -> dict[str, Tensor]:
-    """`step` 0 and zero moments placed like `parameter`. No collective."""
-    # The fused kernel reads the counter on the device; elsewhere torch keeps it on the host.
-    device = parameter.device if parameter.device.type == "cuda" else torch.device("cpu")
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=device),
-        "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-        "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+class AdamWRule(ElementRule):
+    """State: `step`, the number of steps taken, and the averages `exp_avg` and `exp_avg_sq`."""
+
+    # The defaults of torch.optim.AdamW, which differ from Muon's.
+    keys = {
+        "lr": Key(1e-3, number(limits.NotNegative)),
+        "betas": Key((0.9, 0.999), pair(limits.Decay)),
+        "eps": Key(1e-8, number(limits.NotNegative)),
+        "weight_decay": Key(0.01, number(limits.NotNegative)),
+    }
+    state = {
+        "step": StateKind("counter"),
+        "exp_avg": StateKind("parameter"),
+        "exp_avg_sq": StateKind("parameter"),
     }
 
+    def step(self, shards: Sequence[ElementShard], group: Group, commit: Commit) -> None:
+        """Empty shards only count: kernels do not take them.
 
-def adamw_step(shards: Sequence[ElementShard], group: Group, commit: Commit) -> None:
-    """Advance parameters, moments and counters of one group in place.
-
-    Empty shards only count: kernels do not take them, but the counter is part of the state and
-    must not differ between ranks.
-    """
-    refused = None if commit.accepted is None else (~commit.accepted).float()
-    full = []
-    for shard in shards:
-        if shard.parameter.numel():
-            full.append(shard)
-        else:
-            shard.step.add_(1 if refused is None else 1 - refused)
-    on_gpu = [shard for shard in full if shard.parameter.is_cuda]
-    if on_gpu:
-        _run(on_gpu, group, True, refused)
-    for shard in full:
-        if not shard.parameter.is_cuda:  # one by one: torch frees temporaries when it returns
-            _run([shard], group, False, refused)
+        The counter is part of the state and must not differ between ranks.
+        """
+        refused = None if commit.accepted is None else (~commit.accepted).float()
+        full = []
+        for shard in shards:
+            if shard.parameter.numel():
+                full.append(shard)
+            else:
+                shard.state["step"].add_(1 if refused is None else 1 - refused)
+        on_gpu = [shard for shard in full if shard.parameter.is_cuda]
+        if on_gpu:
+            _run(on_gpu, group, True, refused)
+        for shard in full:
+            if not shard.parameter.is_cuda:  # one by one: torch frees temporaries when it returns
+                _run([shard], group, False, refused)
 
 
 def _run(shards: Sequence[ElementShard], group: Group, fused: bool, refused: Tensor | None) -> None:
@@ -66,10 +61,10 @@ def _run(shards: Sequence[ElementShard], group: Group, fused: bool, refused: Ten
     adamw(
         [s.parameter for s in shards],
         [s.gradient.to(s.parameter.dtype) for s in shards],
-        [s.exp_avg for s in shards],
-        [s.exp_avg_sq for s in shards],
+        [s.state["exp_avg"] for s in shards],
+        [s.state["exp_avg_sq"] for s in shards],
         [],
-        [s.step for s in shards],
+        [s.state["step"] for s in shards],
         foreach=False,
         fused=fused,
         found_inf=refused,

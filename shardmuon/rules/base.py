@@ -1,7 +1,8 @@
-"""The interface between a rule and the exchange.
+"""The interfaces of rules: to the exchange for whole matrices, to the engine for all else.
 
-A rule sees a local `Shard` before and after the exchange and one whole matrix in between. It never
-sees ranks, meshes or buckets, and so inherits every layout.
+A rule for matrices sees a local `Shard` before and after the exchange and one whole matrix in
+between; one for elements sees local tensors only. Neither sees ranks, meshes or buckets, and so
+inherits every layout.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardmuon.groups import StateKind
+from shardmuon.keys import Keys
 from shardmuon.orthogonalize.newton_schulz import Team
 
-__all__ = ["Commit", "Shard", "UpdateRule", "wide"]
+__all__ = ["Commit", "ElementRule", "ElementShard", "Shard", "UpdateRule", "wide"]
 
 Group = Mapping[str, Any]
 
@@ -57,21 +60,48 @@ class Commit:
         target.copy_(value)
 
 
+class ElementShard(NamedTuple):
+    """Local tensors of one parameter under an `ElementRule`, equal shapes, maybe empty.
+
+    state: local tensors by state key; a counter is [] float32.
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    state: Mapping[str, Tensor]
+
+
+class ElementRule(ABC):
+    """One way to update parameters element by element, which needs nothing of other ranks.
+
+    keys, state: as in `UpdateRule`.
+    """
+
+    keys: Keys
+    state: Mapping[str, StateKind]
+
+    @abstractmethod
+    def step(self, shards: Sequence[ElementShard], group: Group, commit: Commit) -> None:
+        """Advance parameters and state of one group in place."""
+
+
 class UpdateRule(ABC):
     """One way to update a matrix through an orthogonalized whole.
 
-    row_stats: `orthogonalize` also returns one float32 per row, which then reaches `apply`.
-    shares: a team can orthogonalize a matrix in panels, under the gram method. prepare_keys: keys
-    of the group that `prepare` reads.
+    keys: of the groups that take the rule. state: of each parameter, by name; zeros at first.
+    row_state: name of state in float32, of form "rows", that `orthogonalize` gets. row_stats:
+    `orthogonalize` also returns one float32 per row, which then reaches `apply`. shares: a team can
+    orthogonalize a matrix in panels, under the gram method. prepare_keys: keys that `prepare`
+    reads; owner_keys: those that `orthogonalize` reads.
     """
 
+    keys: Keys
+    state: Mapping[str, StateKind]
+    row_state: str | None = None
     row_stats = False
     shares = False
     prepare_keys: tuple[str, ...] = ()
-
-    @abstractmethod
-    def init_state(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
-        """New state, placed like `parameter`. No collective."""
+    owner_keys: tuple[str, ...] = ()
 
     @abstractmethod
     def prepare(self, shard: Shard, commit: Commit) -> Tensor:
@@ -81,10 +111,13 @@ class UpdateRule(ABC):
         """
 
     @abstractmethod
-    def orthogonalize(self, whole: Tensor, group: Group) -> tuple[Tensor, Tensor | None]:
+    def orthogonalize(
+        self, whole: Tensor, group: Group, row_state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """whole: fresh [rows, cols] or [n, rows, cols] in the wire dtype; may be overwritten.
 
-        Returns the update in that shape and, with `row_stats`, float32 [..., rows].
+        row_state: float32 [..., rows], None for a rule without. Returns the update in the shape of
+        `whole` and, with `row_stats`, float32 [..., rows].
         """
 
     def orthogonalize_panels(

@@ -17,13 +17,30 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardmuon import limits
+from shardmuon.groups import StateKind
+from shardmuon.keys import (
+    FLAG,
+    FLOATS,
+    Key,
+    coefficients,
+    count,
+    dtype,
+    name,
+    number,
+    or_none,
+    sizes,
+)
 from shardmuon.orthogonalize import replay
-from shardmuon.orthogonalize.coefficients import schedule_of
+from shardmuon.orthogonalize.coefficients import KELLER, schedule_of
 from shardmuon.orthogonalize.newton_schulz import Team, newton_schulz_of_panels
+from shardmuon.planning.matrix import AUTO
 from shardmuon.rules import elementwise
 from shardmuon.rules.base import Commit, Group, Shard, UpdateRule, wide
 
 __all__ = ["MuonRule", "update_scale"]
+
+_NS_DTYPES = tuple(getattr(torch, each) for each in limits.choices(limits.NsDtype))
 
 
 def update_scale(rows: int, cols: int, adjust_lr_fn: str | None) -> float:
@@ -39,12 +56,27 @@ def update_scale(rows: int, cols: int, adjust_lr_fn: str | None) -> float:
 class MuonRule(UpdateRule):
     """State: `momentum_buffer`, the running average of gradients, in `momentum_dtype`."""
 
+    keys = {
+        "lr": Key(1e-3, number(limits.NotNegative)),
+        "weight_decay": Key(0.1, number(limits.NotNegative)),
+        "momentum": Key(0.95, number(limits.Decay)),
+        "nesterov": Key(True, FLAG),
+        "ns_coefficients": Key(KELLER, coefficients()),
+        "eps": Key(1e-7, or_none(number(limits.NormFloor))),
+        "ns_steps": Key(5, count(limits.NsSteps)),
+        "ns_method": Key(AUTO, name(limits.Method)),
+        "adjust_lr_fn": Key(None, or_none(name(limits.AdjustLr))),
+        "ns_dtype": Key(None, or_none(dtype(_NS_DTYPES))),
+        "momentum_dtype": Key(None, or_none(dtype(FLOATS))),
+        "split_sizes": Key(None, or_none(sizes())),
+        "num_heads": Key(None, or_none(count(limits.Count))),
+        "transposed": Key(False, FLAG),
+        "flatten": Key(False, FLAG),
+    }
+    state = {"momentum_buffer": StateKind("parameter", "momentum_dtype")}
     shares = True
     prepare_keys = ("momentum", "nesterov")
-
-    def init_state(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
-        dtype = group["momentum_dtype"] or parameter.dtype
-        return {"momentum_buffer": torch.zeros_like(parameter, dtype=dtype, requires_grad=False)}
+    owner_keys: tuple[str, ...] = ("ns_coefficients", "ns_steps", "ns_method", "eps", "ns_dtype")
 
     def prepare(self, shard: Shard, commit: Commit) -> Tensor:
         buffer = shard.state["momentum_buffer"]
@@ -56,7 +88,9 @@ class MuonRule(UpdateRule):
             return average
         return torch.lerp(gradient, wide(average), momentum)
 
-    def orthogonalize(self, whole: Tensor, group: Group) -> tuple[Tensor, Tensor | None]:
+    def orthogonalize(
+        self, whole: Tensor, group: Group, row_state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         schedule = schedule_of(group["ns_coefficients"], group["ns_steps"])
         return replay.orthogonalize(whole, schedule, group["eps"], group["ns_method"]), None
 

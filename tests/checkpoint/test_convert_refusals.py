@@ -10,7 +10,7 @@ from torch import nn
 
 import shardmuon
 from shardmuon.checkpoint.convert import from_torch, to_torch
-from shardmuon.groups import MUON_DEFAULTS
+from shardmuon.groups import ALGORITHMS, MUON
 from tests import models
 from tests.checkpoint.torch_pair import (
     LATE,
@@ -231,7 +231,7 @@ def test_to_torch_refuses_what_torch_cannot_express(
     key: str, value: Any, shape: tuple[int, ...]
 ) -> None:
     model = nn.ParameterDict({"odd": nn.Parameter(torch.ones(shape))})
-    structure = {key: value} if key in MUON_DEFAULTS else {}
+    structure = {key: value} if key in ALGORITHMS[MUON].keys else {}
     optimizer = shardmuon.Muon([{"params": list(model.named_parameters()), **structure}])
     with pytest.raises(ValueError, match=f"odd .*{key}.*torch.optim.Muon"):
         to_torch(model, optimizer)

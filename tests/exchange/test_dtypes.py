@@ -47,8 +47,8 @@ def test_parameter_gradient_and_momentum_dtypes_mix(
     options = {"lr": 0.02, "ns_dtype": ns_dtype}
     grid = Grid(mesh=mesh, weights=weights, options=options)
     (right,) = pools.run(1, solve_alone, [grid])
-    for (_, momentum), weight in zip(right[0], weights, strict=True):
-        assert momentum.dtype == (weight.keys["momentum_dtype"] or weight.dtype)
+    for values, weight in zip(right[0], weights, strict=True):
+        assert values["momentum_buffer"].dtype == (weight.keys["momentum_dtype"] or weight.dtype)
     for (answer,) in pools.run(math.prod(mesh), check, [grid], right):
         assert answer.fault == ""
 

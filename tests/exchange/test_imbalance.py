@@ -35,7 +35,9 @@ class Sleeping(MuonRule):
     def __init__(self, s_per_flop: float) -> None:
         self._s_per_flop = s_per_flop
 
-    def orthogonalize(self, whole: Tensor, group: Group) -> tuple[Tensor, Tensor | None]:
+    def orthogonalize(
+        self, whole: Tensor, group: Group, row_state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         rows, cols = whole.shape
         time.sleep(self._s_per_flop * newton_schulz_flops(rows, cols, (group["ns_steps"],)))
         return whole, None

@@ -25,10 +25,12 @@ STEPS = 3
 class Slow(MuonRule):
     """Muon that takes its time on some ranks, so that others are ahead of them."""
 
-    def orthogonalize(self, whole: Tensor, group: Group) -> tuple[Tensor, Tensor | None]:
+    def orthogonalize(
+        self, whole: Tensor, group: Group, row_state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         if dist.is_initialized() and dist.get_rank() % 2:
             time.sleep(0.01)
-        return super().orthogonalize(whole, group)
+        return super().orthogonalize(whole, group, row_state)
 
 
 def _forward(model: nn.Module) -> float:

@@ -20,8 +20,10 @@ class RowScaled(MuonRule):
 
     row_stats = True
 
-    def orthogonalize(self, whole: Tensor, group: Group) -> tuple[Tensor, Tensor | None]:
-        update, _ = super().orthogonalize(whole, group)
+    def orthogonalize(
+        self, whole: Tensor, group: Group, row_state: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        update, _ = super().orthogonalize(whole, group, row_state)
         return update, update.float().norm(dim=-1)
 
     def apply(self, shard: Shard, update: Tensor, row_stats: Tensor | None, commit: Commit) -> None:

@@ -21,7 +21,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import shardmuon
 from tests import ranks, reference
 from tests.conftest import Worlds
-from tests.grids import Grid, Weight, check, matrices, mesh_of, placed, same_bits, solve_alone
+from tests.grids import (
+    Grid,
+    Values,
+    Weight,
+    check,
+    matrices,
+    mesh_of,
+    placed,
+    same_bits,
+    solve_alone,
+)
 from tests.problems import local, whole, world_mesh
 from tests.reference import Rule, relative_error
 
@@ -163,7 +173,7 @@ def structured(letters: str) -> tuple[Weight, ...]:
 
 
 @pytest.fixture(scope="module")
-def right(pools: Worlds) -> dict[int, list[tuple[Tensor, Tensor]]]:
+def right(pools: Worlds) -> dict[int, list[Values]]:
     """What one rank computes for so many weights: it knows neither mesh nor letters."""
     grids = [Grid(mesh=(1,), weights=structured(letters)) for letters in ("0", "2")]
     (answers,) = pools.run(1, solve_alone, grids)
@@ -177,7 +187,7 @@ def right(pools: Worlds) -> dict[int, list[tuple[Tensor, Tensor]]]:
 )
 def test_structure_gives_the_bits_of_separate_matrices(
     pools: Worlds,
-    right: dict[int, list[tuple[Tensor, Tensor]]],
+    right: dict[int, list[Values]],
     mesh: tuple[int, ...],
     letters: str,
     exchange: Any,

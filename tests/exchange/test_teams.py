@@ -26,7 +26,18 @@ from shardmuon.planning.owners import Way
 from shardmuon.tools import accuracy
 from tests import ranks, reference
 from tests.conftest import Worlds
-from tests.grids import Grid, Weight, cut, mesh_of, placed, random, run, same_bits, solve_alone
+from tests.grids import (
+    Grid,
+    Values,
+    Weight,
+    cut,
+    mesh_of,
+    placed,
+    random,
+    run,
+    same_bits,
+    solve_alone,
+)
 from tests.problems import local, world_mesh
 
 FREE = replace(
@@ -91,13 +102,13 @@ def teams_of(size: int) -> Iterator[None]:
         yield
 
 
-def solve(case: Grid, right: list[tuple[Tensor, Tensor]], team: int) -> tuple[str, list[int]]:
+def solve(case: Grid, right: list[Values], team: int) -> tuple[str, list[int]]:
     """(what is wrong on this rank, matrices orthogonalized here) with teams of `team`."""
     with teams_of(team):
         return _solve(case, right, team)
 
 
-def _solve(case: Grid, right: list[tuple[Tensor, Tensor]], team: int) -> tuple[str, list[int]]:
+def _solve(case: Grid, right: list[Values], team: int) -> tuple[str, list[int]]:
     params, optimizer, counts = run(case)
     panels = [matrix.panel for matrix, _ in optimizer.plan if matrix.panel]
     if not panels or {panel.size for panel in panels} != {team}:
@@ -107,10 +118,13 @@ def _solve(case: Grid, right: list[tuple[Tensor, Tensor]], team: int) -> tuple[s
     assert coordinate is not None
     for index, (weight, p) in enumerate(zip(case.weights, params, strict=True)):
         momentum = optimizer.state[p]["momentum_buffer"]
-        parts = [cut(t, weight.letters, case.mesh, coordinate) for t in right[index]]
-        if not same_bits(local(momentum), parts[1]):
+        parts = {
+            kind: cut(whole, weight.letters, case.mesh, coordinate)
+            for kind, whole in right[index].items()
+        }
+        if not same_bits(local(momentum), parts["momentum_buffer"]):
             faults.append(f"momentum of w{index}")
-        held, expected = local(p).detach().cpu().float(), parts[0].float()
+        held, expected = local(p).detach().cpu().float(), parts["parameter"].float()
         tolerance = 0.01 if weight.dtype == torch.bfloat16 else NEAR
         if held.numel() and not float((held - expected).abs().max()) < tolerance:
             faults.append(f"w{index} is off by {float((held - expected).abs().max())}")

@@ -17,7 +17,7 @@ from torch import nn
 
 import shardmuon
 from shardmuon import limits
-from shardmuon.groups import FLOATS
+from shardmuon.keys import FLOATS
 from shardmuon.orthogonalize.coefficients import PRESETS
 from shardmuon.orthogonalize.newton_schulz import METHODS
 from shardmuon.training.config import MuonGroups
@@ -166,7 +166,7 @@ def test_coefficients_in_range_make_a_step(coefficients: Any) -> None:
     ("keys", "near"),
     [
         ({"algorithm": "Muon"}, "did you mean 'muon'"),
-        ({"algorithm": ["muon"]}, r"algorithm must be one of \['adamw', 'muon'\]"),
+        ({"algorithm": ["muon"]}, r"algorithm must be one of \['adamw', 'muon', 'normuon'\]"),
         ({"ns_method": "standart"}, "did you mean 'standard'"),
         ({"ns_coefficients": "polar-express"}, "did you mean 'polar_express'"),
         ({"adjust_lr_fn": "match_rms"}, "did you mean 'match_rms_adamw'"),
@@ -185,8 +185,12 @@ def test_unknown_patterns_come_with_the_nearest_name() -> None:
         shardmuon.param_groups(model, to_muon=["0.0.wieght"])
     with pytest.raises(TypeError, match=r"to_adamw must be a list of patterns, got '\*'"):
         shardmuon.param_groups(model, to_adamw="*")
-    with pytest.raises(ValueError, match="muon may not have the key algorithm"):
+    with pytest.raises(ValueError, match="muon: algorithm 'adamw' is not one for matrices"):
         shardmuon.param_groups(model, muon={"algorithm": "adamw"})
+    with pytest.raises(
+        ValueError, match="adamw: algorithm .normuon. is not one for single elements"
+    ):
+        shardmuon.param_groups(model, adamw={"algorithm": "normuon"})
     with pytest.raises(ValueError, match="adamw: group key momentum does not belong"):
         shardmuon.param_groups(model, adamw={"momentum": 0.9})
 

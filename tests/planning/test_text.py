@@ -44,6 +44,7 @@ def plans(draw: st.DrawFn) -> Plan:
             *draw(st.sampled_from([("bfloat16", 2), ("float32", 4)])),
             cost=draw(st.integers(0, 99)),
             settings=draw(st.text(max_size=3)),
+            row_state=draw(st.booleans()),
             row_stats=draw(st.booleans()),
             method=draw(st.sampled_from(["standard", "gram"])),
             segments=draw(st.sampled_from([(), (3, 2)])),
