@@ -187,9 +187,7 @@ def test_unknown_patterns_come_with_the_nearest_name() -> None:
         shardmuon.param_groups(model, to_adamw="*")
     with pytest.raises(ValueError, match="muon: algorithm 'adamw' is not one for matrices"):
         shardmuon.param_groups(model, muon={"algorithm": "adamw"})
-    with pytest.raises(
-        ValueError, match="adamw: algorithm .normuon. is not one for single elements"
-    ):
+    with pytest.raises(ValueError, match="is not one for single elements"):
         shardmuon.param_groups(model, adamw={"algorithm": "normuon"})
     with pytest.raises(ValueError, match="adamw: group key momentum does not belong"):
         shardmuon.param_groups(model, adamw={"momentum": 0.9})
