@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ from shardmuon.entries import (
 )
 from shardmuon.exchange import collectives
 from shardmuon.exchange.activity import during, enter_step
-from shardmuon.exchange.agreement import Agreed, Agreement, Doubt, MeshPart
+from shardmuon.exchange.agreement import MOST_PLANS, Agreed, Agreement, Doubt, MeshPart
 from shardmuon.exchange.blocks import BlockView, local
 from shardmuon.exchange.pipeline import Passage, Tally, Transit, run_buckets
 from shardmuon.exchange.replicas import differing_replicas
@@ -49,6 +49,9 @@ from shardmuon.runtime import Runtime
 from shardmuon.version import __version__
 
 __all__ = ["Engine", "StepStats"]
+
+StepGroup = MutableMapping[str, Any]
+"""A group whose count of steps goes up with a step that is taken."""
 
 # Ranks that compute with other code may get other bits, or hang in another order of collectives.
 VERSIONS = (f"torch {torch.__version__}", f"shardmuon {__version__}")
@@ -76,9 +79,12 @@ class StepStats:
     orthogonality_error: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Prepared:
-    """A plan with everything that belongs to exactly the tensors it was made from."""
+    """A plan with everything that belongs to exactly the tensors it was made from.
+
+    is_warm: methods are chosen and kernels compiled.
+    """
 
     key: tuple[object, ...]
     alive: tuple[weakref.ref[Tensor], ...]
@@ -86,6 +92,14 @@ class Prepared:
     passages: tuple[Passage, ...]
     parts: tuple[MeshPart, ...]
     homes: Mapping[str, Home]
+    is_warm: bool = False
+
+    def serves(self, entries: Sequence[Entry]) -> bool:
+        """Whether these are the tensors."""
+        return len(self.alive) == len(entries) and all(
+            reference() is entry.parameter
+            for reference, entry in zip(self.alive, entries, strict=True)
+        )
 
 
 class Engine:
@@ -99,13 +113,12 @@ class Engine:
         self.default_mesh = default_mesh
         self._entries = EntryList(default_mesh)
         self._stats = StepStats()
-        self._prepared: Prepared | None = None
-        self._looked_at: tuple[Sequence[Entry], object] | None = None
+        self._plans: list[Prepared] = []
+        self._seen: tuple[Sequence[Entry], dict[object, Prepared]] = ((), {})
         self._has_stepped = False
         self._agreement = Agreement(runtime)
         self._methods = Methods(runtime)
         self._overlap = Overlap(runtime)
-        self._warm: Prepared | None = None
         self._measures = False
         self._waits = Waits()
 
@@ -144,8 +157,9 @@ class Engine:
     def forget(self) -> None:
         """State, settings or parameters were replaced: keep none, start nothing early. Local."""
         self._overlap.pause()
+        self._agreement.forget()
         self._entries.clear()
-        self._looked_at = None
+        self._seen = ((), {})
 
     def check_replicas(self, groups: Sequence[Group]) -> None:
         """RuntimeError naming parameters whose replicas do not hold the same bits."""
@@ -168,16 +182,17 @@ class Engine:
         All ranks of a mesh have the same ones open, or the comparison raises on all.
         """
         prepared = self._prepare_or_refuse(entries)
-        if self._warm is prepared:
+        if prepared.is_warm:
             return prepared
         matrices = [matrix for matrix, _ in prepared.plan]
         if is_open(matrices):
             self._agreement.compare(prepared.plan, prepared.parts)
             self._methods.choose(matrices, prepared.parts)
-            self._prepared = None
+            self._plans.remove(prepared)
+            self._seen = ((), {})
             prepared = self._prepare_or_refuse(entries)
         self._warm_up(prepared, entries)
-        self._warm = prepared
+        prepared.is_warm = True
         return prepared
 
     def _warm_up(self, prepared: Prepared, entries: Sequence[Entry]) -> None:
@@ -198,20 +213,24 @@ class Engine:
 
     def _prepare_locally(self, entries: Sequence[Entry]) -> Prepared:
         """The plan for these tensors, a new one if there is none. No collective."""
-        structures = {id(e.group): e.group for e in entries}
-        kinds = {number: structure_of(group) for number, group in structures.items()}
-        old, seen = self._prepared, self._looked_at
-        if old is not None and seen is not None and seen[0] is entries and seen[1] == kinds:
-            return old
-        key = tuple((e.fqn, e.mesh, kinds[id(e.group)]) for e in entries)
-        if (
-            old is None
-            or old.key != key
-            or not all(r() is e.parameter for r, e in zip(old.alive, entries, strict=True))
-        ):
-            old = self._make(entries, key)
-        self._prepared, self._looked_at = old, (entries, kinds)
-        return old
+        groups = {id(e.group): e.group for e in entries}
+        kinds = {number: structure_of(group) for number, group in groups.items()}
+        if self._seen[0] is not entries:
+            self._seen = (entries, {})
+        seen, mixture = self._seen[1], tuple(kinds.values())
+        if mixture not in seen:
+            key = tuple((e.fqn, e.mesh, kinds[id(e.group)]) for e in entries)
+            seen[mixture] = self._known(entries, key) or self._make(entries, key)
+            if len(seen) > MOST_PLANS:
+                del seen[next(iter(seen))]
+        return seen[mixture]
+
+    def _known(self, entries: Sequence[Entry], key: tuple[object, ...]) -> Prepared | None:
+        """The plan that was made for these tensors in such groups before."""
+        for old in self._plans:
+            if old.key == key and old.serves(entries):
+                return old
+        return None
 
     def _make(self, entries: Sequence[Entry], key: tuple[object, ...]) -> Prepared:
         check_distinct(entries)
@@ -239,7 +258,7 @@ class Engine:
         )
         homes = {m.id: _home(m, entry_of[m.whole_id]) for m, _ in plan}
         self._warn_of_repeated_work(matrices)
-        return Prepared(
+        made = Prepared(
             key,
             tuple(weakref.ref(entry.parameter) for entry in entries),
             plan,
@@ -247,6 +266,9 @@ class Engine:
             mesh_parts(plan, entries),
             homes,
         )
+        current = [old for old in self._plans if old.serves(entries)]
+        self._plans = [*current[1 - MOST_PLANS :], made]
+        return made
 
     def _freedom(self, matrices: Sequence[Matrix], entries: Sequence[Entry]) -> Freedom:
         """Only costs of methods that are chosen can say what a team would gain."""
@@ -277,7 +299,7 @@ class Engine:
 
     def _warn_of_repeated_work(self, matrices: Sequence[Matrix]) -> None:
         alone = [m for m in matrices if len(m.layout.mesh.ranks) == 1]
-        if alone and collectives.world_size() > 1 and self._prepared is None:
+        if alone and collectives.world_size() > 1 and not self._plans:
             warnings.warn(
                 f"{len(alone)} matrices (first: {alone[0].id}) are plain tensors, so each of"
                 f" {collectives.world_size()} ranks orthogonalizes all of them; pass mesh=... if"
@@ -299,12 +321,12 @@ class Engine:
 
     # -- one step -------------------------------------------------------------------------------
 
-    def step(self, groups: Sequence[Group], state: State) -> None:
+    def step(self, groups: Sequence[StepGroup], state: State) -> None:
         """Advance all parameters and states by one step, or leave everything as it was."""
         with enter_step():
             self._step(groups, state)
 
-    def _step(self, groups: Sequence[Group], state: State) -> None:
+    def _step(self, groups: Sequence[StepGroup], state: State) -> None:
         before = sum(collectives.calls.values()) - self._overlap.started
         entries = self._entries.of(groups)
         doubt = self._overlap.complete(entries, state)
@@ -322,7 +344,7 @@ class Engine:
         self._waits = tally.waits
 
     def _take_step(
-        self, groups: Sequence[Group], entries: Sequence[Entry], state: State, doubt: Doubt
+        self, groups: Sequence[StepGroup], entries: Sequence[Entry], state: State, doubt: Doubt
     ) -> Tally:
         with during("header of the step before", waits=True):
             self._agreement.raise_deferred()
@@ -347,8 +369,21 @@ class Engine:
                 for group in groups:
                     if shards := holdings.element_shards(group):
                         ELEMENT_RULES[group["algorithm"]].step(shards, group, commit)
-        self._overlap.arm(prepared.passages, prepared.homes, entries, state)
+            for group in groups:
+                if "step" in group:
+                    group["step"] += 1
+        self._arm(prepared, entries, state)
         return tally
+
+    def _arm(self, prepared: Prepared, entries: Sequence[Entry], state: State) -> None:
+        """Let buckets of the next step set out early, if the ranks know that they agree on it."""
+        if self.runtime.overlap == "none":
+            return
+        upcoming = self._prepare_locally(entries)
+        if self._agreement.is_proven(upcoming.plan):
+            self._overlap.arm(upcoming.passages, upcoming.homes, entries, state)
+        else:
+            self._overlap.pause()
 
 
 def _check_work(tally: Tally, passages: Sequence[Passage]) -> None:

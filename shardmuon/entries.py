@@ -27,6 +27,7 @@ from shardmuon.exchange.blocks import (
 )
 from shardmuon.groups import (
     STRUCTURAL_KEYS,
+    block_now,
     check_parameter,
     check_settings,
     clean_fqn,
@@ -34,6 +35,7 @@ from shardmuon.groups import (
     schedule_in,
 )
 from shardmuon.planning.cost import newton_schulz_flops
+from shardmuon.planning.cut import Cut
 from shardmuon.planning.layout import Mesh
 from shardmuon.planning.matrix import AUTO, Matrix
 from shardmuon.planning.plan import Plan
@@ -144,7 +146,7 @@ def matrices_of(entry: Entry) -> Iterator[Matrix]:
     segments = schedule_in(entry.group).segments
     may_share = entry.group["ns_method"] in (AUTO, "gram")
     costed = "standard" if method == AUTO else method
-    for suffix, cut in cuts_of(entry.parameter, entry.group):
+    for suffix, cut in _cuts_now(entry):
         if cut.flatten and any(split.dim > 1 for split in layout.splits):
             raise ValueError(f"{entry.fqn}: flatten needs dims after the second unsharded")
         if cut.flatten and not local(entry.parameter).is_contiguous():
@@ -163,6 +165,16 @@ def matrices_of(entry: Entry) -> Iterator[Matrix]:
             segments=segments,
             may_share=rule.shares and not cut.flatten and may_share,
         )
+
+
+def _cuts_now(entry: Entry) -> Iterator[tuple[str, Cut]]:
+    """The matrices of this step: those of the parameter, or blocks of them."""
+    block = block_now(entry.group)
+    for suffix, cut in cuts_of(entry.parameter, entry.group):
+        if block is None:
+            yield suffix, cut
+        else:
+            yield from ((suffix + number, tile) for number, tile in cut.tiles(*block))
 
 
 def mesh_parts(plan: Plan | None, entries: Sequence[Entry]) -> tuple[MeshPart, ...]:
@@ -251,7 +263,8 @@ def structure_of(group: Group) -> tuple[str, str]:
     looked at: the ranks are told of a ValueError here before they exchange anything.
     """
     check_settings(group, wait=False)
-    return _settings(group), str([group.get(key) for key in STRUCTURAL_KEYS])
+    cuts = [group.get(key) for key in STRUCTURAL_KEYS]
+    return _settings(group), str([*cuts, block_now(group)])
 
 
 def _ns_dtype(entry: Entry) -> torch.dtype:

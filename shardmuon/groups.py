@@ -31,6 +31,7 @@ __all__ = [
     "STRUCTURAL_KEYS",
     "Algorithm",
     "StateKind",
+    "block_now",
     "check_keys",
     "check_parameter",
     "check_settings",
@@ -189,8 +190,25 @@ def check_settings(group: Mapping[str, Any], *, wait: bool = True) -> None:
         if not is_valid(value, wait):
             near = advice(value, names)
             raise ValueError(f"{key} must be {allowed}, got {show(value)}{near}")
-    if wait and ALGORITHMS[algorithm].on_matrices:
-        schedule_in(group)
+    if ALGORITHMS[algorithm].on_matrices:
+        _check_blocks(group)
+        if wait:
+            schedule_in(group)
+
+
+def _check_blocks(group: Mapping[str, Any]) -> None:
+    """ValueError if the steps between those of whole matrices have no blocks, or unusable ones."""
+    period, block = group.get("ns_period", 1), group.get("ns_block")
+    if period == 1:
+        return
+    if block is None:
+        raise ValueError(f"ns_period={period} needs ns_block, the rows and columns of a block")
+    kinds = ALGORITHMS[group["algorithm"]].state.values()
+    if block[1] is not None and any(kind.form == "rows" for kind in kinds):
+        raise ValueError(
+            f"ns_block={block} cuts rows, of which algorithm {group['algorithm']!r} has a number"
+            " each; expected (rows, None)"
+        )
 
 
 def schedule_in(group: Mapping[str, Any]) -> Schedule:
@@ -210,6 +228,17 @@ def cuts_of(parameter: Tensor, group: Mapping[str, Any]) -> list[tuple[str, Cut]
         transposed=group["transposed"],
         flatten=group["flatten"],
     )
+
+
+def block_now(group: Mapping[str, Any]) -> tuple[int | None, int | None] | None:
+    """(rows, cols) of the blocks that this step orthogonalizes; None for whole matrices.
+
+    Every `ns_period`-th step takes whole matrices, the first step among them.
+    """
+    if group.get("step", 0) % group.get("ns_period", 1) == 0:
+        return None
+    rows, cols = group["ns_block"]
+    return rows, cols
 
 
 def check_parameter(name: str, parameter: Tensor, group: Mapping[str, Any]) -> None:

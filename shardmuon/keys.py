@@ -23,6 +23,7 @@ __all__ = [
     "Check",
     "Key",
     "Keys",
+    "block",
     "coefficients",
     "count",
     "dtype",
@@ -115,6 +116,19 @@ def sizes() -> Check:
         return listed and all(map(bounds.holds, value))
 
     return Check("a list of whole numbers above 0", holds)
+
+
+def block() -> Check:
+    """(rows, cols), whole numbers above 0; one of them may be None, for all."""
+    bounds = range_of(limits.Count)
+
+    def holds(value: Any, wait: bool) -> bool:
+        if not isinstance(value, (tuple, list)) or len(value) != 2:
+            return False
+        given = [each for each in value if each is not None]
+        return len(given) > 0 and all(map(bounds.holds, given))
+
+    return Check("(rows, cols) of whole numbers above 0, where one may be None for all", holds)
 
 
 def coefficients() -> Check:

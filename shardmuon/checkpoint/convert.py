@@ -186,6 +186,12 @@ def _check_expressible(group: Mapping[str, Any], fqns: Sequence[str]) -> None:
         raise ValueError(
             f"{fqns[0] if fqns else 'a group'} has eps=None, torch.optim.Muon needs a number"
         )
+    for key in ("momentum_warmup", "ns_period"):
+        if group[key] != ALGORITHMS[MUON].defaults[key]:
+            raise ValueError(
+                f"{fqns[0] if fqns else 'a group'} has {key}={group[key]!r}, which torch.optim.Muon"
+                " does not have"
+            )
     for fqn, parameter in zip(fqns, group["params"], strict=True):
         for key in STRUCTURAL_KEYS:
             if key != "algorithm" and group[key]:

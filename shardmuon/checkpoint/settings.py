@@ -22,6 +22,7 @@ Groups = Sequence[Mapping[str, Any]]
 """Per group `params` (FQNs) and `settings` (JSON values); as in a manifest."""
 
 _NOT_SETTINGS = ("params", "param_names", "mesh")  # which tensors, and where ranks are
+_PROGRESS = ("step",)  # no setting, but how far training has come
 _KEPT = (*STRUCTURAL_KEYS, "momentum_dtype")  # what the tensors here are made by
 
 
@@ -46,7 +47,8 @@ def group_changes(
 
     A group may hold parameters of several saved groups if their settings are equal. Keys that the
     checkpoint does not have keep their values; an empty group follows the saved empty group of its
-    algorithm at the same place among those. settings: False leaves all settings as they are.
+    algorithm at the same place among those. settings: False leaves all but the number of steps
+    taken as they are.
     Raises CheckpointError if the way in which a parameter is updated or cut would change, if the
     settings of a group's parameters differ, or if one is out of range.
     """
@@ -56,17 +58,18 @@ def group_changes(
     changes: list[dict[str, Any]] = []
     for number, now in enumerate(current):
         names = [name for name in now["params"] if name in settings_of]
-        olds = [settings_of[name] for name in names]
+        olds, same = [settings_of[name] for name in names], []
         if not now["params"]:
-            olds = _same_kind(empty, now["settings"])[:1]
+            olds = same = _same_kind(empty, now["settings"])[:1]
         for name, old in zip(names, olds, strict=False):
             _compare_structure(name, old, now["settings"])
-        if settings:
-            _compare_settings(number, names, olds)
-        changes.append(dict(olds[0]) if olds and settings else {})
+        if not settings:
+            olds = [{key: old[key] for key in _PROGRESS if key in old} for old in olds]
+        _compare_settings(number, names, olds)
+        changes.append(dict(olds[0]) if olds else {})
         _check_values(optimizer.param_groups[number], changes[-1])
-        if not now["params"] and olds:
-            empty.remove(olds[0])
+        if not now["params"] and same:
+            empty.remove(same[0])
     return changes
 
 

@@ -33,7 +33,11 @@ from shardmuon.limits import show
 
 __all__ = ["OURS", "Saved", "match", "own_part", "read", "settings_for", "split"]
 
-OURS = (*STRUCTURAL_KEYS, "ns_dtype", "ns_method", "momentum_dtype", "mesh")
+OURS = (
+    *STRUCTURAL_KEYS,
+    *("ns_dtype", "ns_method", "momentum_dtype", "mesh"),
+    *("step", "momentum_warmup", "momentum_start", "ns_period", "ns_block"),
+)
 """Group keys that torch does not have: neither written nor taken."""
 _NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 """Not taken either: who is in the group, and by which kernel torch computes."""

@@ -39,7 +39,10 @@ from shardmuon.runtime import Runtime
 
 _NONFINITE_SEVERITY = {"error": ERROR, "skip": SKIP, "allow": GOOD}
 
-__all__ = ["Agreed", "Agreement", "Doubt", "MeshPart", "Trainable"]
+MOST_PLANS = 8
+"""That are kept: groups may orthogonalize blocks at different steps, each mixture a plan."""
+
+__all__ = ["MOST_PLANS", "Agreed", "Agreement", "Doubt", "MeshPart", "Trainable"]
 
 
 class Trainable(Protocol):
@@ -120,7 +123,7 @@ class Agreement:
 
     runtime: Runtime
     steps_skipped: int = 0
-    _proven: Plan | None = None
+    _proven: list[Plan] = field(default_factory=list)
     _deferred: list[_Deferred] = field(default_factory=list)
     _crowded: dict[Mesh, bool] = field(default_factory=dict)
 
@@ -133,7 +136,7 @@ class Agreement:
     ) -> Agreed:
         """Agree on this step along every mesh. Raises on all ranks of these meshes, or on none."""
         # A rank may have made its plan before, alone, to look at it: what counts is the proof.
-        is_new = plan is not self._proven
+        is_new = not self.is_proven(plan)
         gradients, unusable = _read_gradients(entries)
         fault = doubt.fault or unusable
         # Tensors on the host cannot wait for the device's word.
@@ -145,7 +148,7 @@ class Agreement:
         if on_host:
             on_cpu = not any(each.header.is_cuda for each in heard)
             agreed = self._on_host(plan if on_cpu else None, heard, gradients)
-            self._proven = plan
+            self._prove(plan)
             return agreed
         return self._on_device(heard, gradients)
 
@@ -161,7 +164,19 @@ class Agreement:
         heard = self._hear(parts, statements, None, look=True)
         answers = [(each, read_header(each.header.cpu(), ())) for each in heard]
         self._judge(answers, "prepare()", plan)
-        self._proven = plan
+        self._prove(plan)
+
+    def is_proven(self, plan: Plan) -> bool:
+        """Whether the ranks have found that they all have this plan, and may still rely on it."""
+        return any(plan is each for each in self._proven)
+
+    def forget(self) -> None:
+        """Rely on no proof: which of several plans a rank follows may have changed."""
+        self._proven.clear()
+
+    def _prove(self, plan: Plan) -> None:
+        if not self.is_proven(plan):
+            self._proven = [*self._proven[1 - MOST_PLANS :], plan]
 
     def raise_deferred(self) -> None:
         """Read the headers that earlier steps left on the device."""

@@ -78,6 +78,14 @@ class Cut:
         start, stop = self.part_cols
         return stop - start
 
+    def tiles(self, rows: int | None, cols: int | None) -> list[tuple[str, Cut]]:
+        """The matrix in blocks of rows x cols (None: all) or less, with the suffixes of their ids."""
+        return [
+            (f"#{i},{j}", replace(self, part=part, columns=columns))
+            for i, part in enumerate(_strips(*self.part_rows, rows))
+            for j, columns in enumerate(_strips(*self.part_cols, cols))
+        ]
+
     def panel(self, index: int, count: int) -> Cut:
         """Piece `index` of `count` along the longer side. Not for `flatten`."""
         if self.rows > self.cols:
@@ -113,6 +121,12 @@ class Cut:
         if row_stop <= row_start or col_stop <= col_start:
             return EMPTY
         return Block(row_start, row_stop, col_start, col_stop)
+
+
+def _strips(start: int, stop: int, size: int | None) -> list[tuple[int, int]]:
+    """`start` to `stop` in pieces of `size`, the last one maybe smaller; one piece without."""
+    step = size or max(1, stop - start)
+    return [(first, min(first + step, stop)) for first in range(start, stop, step)]
 
 
 def _overlap(held: tuple[int, int], part: tuple[int, int]) -> tuple[int, int]:

@@ -67,6 +67,9 @@ def test_a_group_cannot_take_two_settings(shared_folder: str) -> None:
     assert (bits(other, merged), settings(merged)) == before
     load(path, other, merged, settings=False)
     assert bits(other, merged) == bits(model, optimizer)
+    counted = merged.param_groups[0]["step"], optimizer.param_groups[0]["step"]
+    assert counted[0] == counted[1] > 0  # how far training has come is no setting
+    merged.param_groups[0]["step"] = 0
     assert settings(merged) == before[1]
 
 
