@@ -79,7 +79,7 @@ class Cut:
         return stop - start
 
     def tiles(self, rows: int | None, cols: int | None) -> list[tuple[str, Cut]]:
-        """The matrix in blocks of rows x cols (None: all) or less, with the suffixes of their ids."""
+        """The matrix in blocks of rows x cols (None: all) or less, with suffixes of ids."""
         return [
             (f"#{i},{j}", replace(self, part=part, columns=columns))
             for i, part in enumerate(_strips(*self.part_rows, rows))
