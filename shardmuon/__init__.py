@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from shardmuon.orthogonalize.checks import orthogonality_error as orthogonality_error
     from shardmuon.orthogonalize.checks import singular_value_range as singular_value_range
     from shardmuon.planning.plan import Plan as Plan
+    from shardmuon.qk_clip import HeadRows as HeadRows
+    from shardmuon.qk_clip import QKHeads as QKHeads
+    from shardmuon.qk_clip import qk_clip_ as qk_clip_
     from shardmuon.routing import ParamGroups as ParamGroups
     from shardmuon.routing import param_groups as param_groups
     from shardmuon.runtime import Runtime as Runtime
@@ -26,9 +29,11 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "GradScaler": "shardmuon.scaling",
+    "HeadRows": "shardmuon.qk_clip",
     "Muon": "shardmuon.muon",
     "ParamGroups": "shardmuon.routing",
     "Plan": "shardmuon.planning.plan",
+    "QKHeads": "shardmuon.qk_clip",
     "Runtime": "shardmuon.runtime",
     "StepStats": "shardmuon.muon",
     "Watchdog": "shardmuon.watchdog",
@@ -36,14 +41,17 @@ _HOMES = {
     "grad_norm": "shardmuon.clipping",
     "orthogonality_error": "shardmuon.orthogonalize.checks",
     "param_groups": "shardmuon.routing",
+    "qk_clip_": "shardmuon.qk_clip",
     "singular_value_range": "shardmuon.orthogonalize.checks",
 }
 
 __all__ = [
     "GradScaler",
+    "HeadRows",
     "Muon",
     "ParamGroups",
     "Plan",
+    "QKHeads",
     "Runtime",
     "StepStats",
     "Watchdog",
@@ -52,6 +60,7 @@ __all__ = [
     "grad_norm",
     "orthogonality_error",
     "param_groups",
+    "qk_clip_",
     "singular_value_range",
 ]
 

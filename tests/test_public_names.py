@@ -14,9 +14,11 @@ import shardmuon
 
 PUBLIC = {
     "GradScaler",
+    "HeadRows",
     "Muon",
     "ParamGroups",
     "Plan",
+    "QKHeads",
     "Runtime",
     "StepStats",
     "Watchdog",
@@ -25,6 +27,7 @@ PUBLIC = {
     "grad_norm",
     "orthogonality_error",
     "param_groups",
+    "qk_clip_",
     "singular_value_range",
 }
 KERNELS = ("kernels", "kernels_copy", "kernels_persistent")  # modules that need Triton
