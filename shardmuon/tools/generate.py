@@ -89,7 +89,8 @@ def open_writer(path: Path) -> Writer:
         raise ConfigError(f"{path} was not written by train.py, which knows how text was encoded")
     settings: dict[str, Any] = manifest["config"]["data"]
     kept = ("source", "tokenizer", "end_token", "sequence_length")
-    data = Data(files=("-",) * (settings["source"] != "stdlib"), **{k: settings[k] for k in kept})
+    named = settings["source"] not in ("stdlib", "installed")
+    data = Data(files=("-",) * named, **{k: settings[k] for k in kept})
     found = architecture.of_manifest(manifest)
     if not data.is_bytes and data.tokenizer is None:
         raise ConfigError(f"{path} was trained on token ids whose tokenizer is not known")

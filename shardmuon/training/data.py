@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardmuon.training import documents
-from shardmuon.training.documents import Split
-from shardmuon.training.encoding import Tokenizer, cache_folder, encode
+from shardmuon.training.documents import Split, cache_folder
+from shardmuon.training.encoding import Tokenizer, encode
 from shardmuon.training.inputs import Data
 from shardmuon.training.load import ConfigError
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shardmuon.training import installed
 from shardmuon.training.inputs import Data
 from shardmuon.training.load import ConfigError
 
-__all__ = ["Split", "find", "split_files"]
+__all__ = ["Split", "cache_folder", "find", "split_files"]
 
 _VALIDATION_SPLITS = ("validation", "valid", "test")
 _ROWS = 1000
@@ -51,12 +53,24 @@ def find(config: Data) -> tuple[Split, Split]:
     """(training, validation) documents. Raises ConfigError if there are too few."""
     if config.source == "dataset":
         return _find_dataset(config)
+    if config.source == "installed":
+        return _find_installed(config)
     root, train, validation = _find_files(config)
-    return _files(root, train), _files(root, validation)
+    first, second = (_files(names, [root / n for n in names]) for names in (train, validation))
+    return first, second
 
 
-def _files(root: Path, names: Sequence[str]) -> Split:
-    paths = tuple(root / name for name in names)
+def cache_folder(config: Data) -> Path:
+    """Where `config` keeps token ids and choices of files."""
+    if config.cache is not None:
+        return Path(config.cache)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "shardmuon" / "tokens"
+
+
+def _files(names: Sequence[str], places: Sequence[Path]) -> Split:
+    """names: that tell the files apart wherever they lie."""
+    paths = tuple(places)
     stats = [path.stat() for path in paths]
     return Split(
         count=len(paths),
@@ -110,6 +124,20 @@ def _find_files(config: Data) -> tuple[Path, list[str], list[str]]:
             "expected at least 2, one of them to validate on"
         )
     return Path(), *split_files(names, config.validation_fraction)
+
+
+def _find_installed(config: Data) -> tuple[Split, Split]:
+    wish = installed.Wish(
+        packages=config.packages,
+        fraction=config.validation_fraction,
+        most_bytes=config.max_bytes,
+    )
+    files, choice = installed.choose(wish, cache_folder(config))
+    train, validation = (
+        _files(names, [files[name] for name in names])
+        for names in (choice.train, choice.validation)
+    )
+    return train, validation
 
 
 def _glob(key: str, patterns: Sequence[str]) -> list[str]:

@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import itertools
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from shardmuon.training.documents import Split
 from shardmuon.training.inputs import Data
 from shardmuon.training.load import ConfigError
 
-__all__ = ["Encoded", "Tokenizer", "cache_folder", "encode"]
+__all__ = ["Encoded", "Tokenizer", "encode"]
 
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 _TOGETHER = 256
@@ -122,14 +121,6 @@ def encode(split: Split, tokenizer: Tokenizer | None, folder: Path, size: int) -
         np.memmap(path, dtype=kind, mode="r") if facts["tokens"] else np.empty(0, kind),
         facts["text_bytes"] if tokenizer else None,
     )
-
-
-def cache_folder(config: Data) -> Path:
-    """Where `config` keeps token ids."""
-    if config.cache is not None:
-        return Path(config.cache)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "shardmuon" / "tokens"
 
 
 Piece = tuple[NDArray[Any], int]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
-from shardmuon.limits import Count, Positive, Range, show
+from shardmuon.limits import Bytes, Count, Positive, Range, show
 from shardmuon.training.ranges import Section
 
 __all__ = ["Data", "Model"]
@@ -74,32 +74,40 @@ class Model(Section):
 class Data(Section):
     """Where tokens come from. Training and validation share no file, and no row of a dataset.
 
-    source: "stdlib" reads the Python standard library's own .py files; "text" reads `files`;
-        "dataset" reads a folder that `save_to_disk` of Hugging Face's datasets wrote; "tokens" maps
-        `files` as flat binary token ids, without a header.
+    source: "stdlib" reads the Python standard library's own .py files; "installed" also reads
+        sources and documentation of installed packages, without files that are generated or like
+        one read before; "text" reads `files`; "dataset" reads a folder that
+        `save_to_disk` of Hugging Face's datasets wrote; "tokens" maps `files` as flat binary token
+        ids, without a header.
     files: glob patterns (`**` allowed) for "text" and "tokens"; the one folder of a "dataset".
     validation_files: glob patterns of the files to validate on; empty takes a share of `files`.
     validation_fraction: share of files held out, chosen by a hash of their names, when
         `validation_files` is empty. At least one file is held out. Of a dataset without a split
-        called validation or test, rows at equal distances.
+        called validation or test, rows at equal distances; of "installed", share of bytes.
+    packages: for "installed": names in site-packages, or "stdlib"; empty takes all.
+    max_bytes: for "installed": bytes of both sides together, so that machines with other packages
+        have as much text; null takes all.
     tokenizer: a tokenizer.json, or a folder with one, that turns text into token ids, once: they
         are kept in `cache`. null takes the bytes of the text.
     end_token: token of `tokenizer` put after each file or row; null takes the usual one that the
         tokenizer has, if any. Bytes end with a zero.
     column: of a dataset, with text or with lists of token ids.
-    cache: folder for token ids of a tokenizer or dataset; null is
+    cache: folder for token ids of a tokenizer or dataset, and for which files were chosen of those
+        installed; null is
         $XDG_CACHE_HOME/shardmuon/tokens, else ~/.cache/shardmuon/tokens.
     token_dtype: integer type of the ids in "tokens" files, little-endian.
     sequence_length: tokens that the model sees at once.
     batch_sequences: sequences in one optimizer step, over all ranks and accumulation steps.
     """
 
-    source: Literal["stdlib", "text", "dataset", "tokens"] = "stdlib"
+    source: Literal["stdlib", "installed", "text", "dataset", "tokens"] = "stdlib"
     files: tuple[str, ...] = ()
     validation_files: tuple[str, ...] = ()
     validation_fraction: Annotated[float, Range(low=0, high=1, low_open=True, high_open=True)] = (
         0.05
     )
+    packages: tuple[str, ...] = ()
+    max_bytes: Bytes | None = None
     tokenizer: str | None = None
     end_token: str | None = None
     column: str = "text"
@@ -109,16 +117,24 @@ class Data(Section):
     batch_sequences: Count = 32
 
     def check(self) -> None:
-        if self.source == "stdlib" and (self.files or self.validation_files):
-            raise ValueError("files: got patterns, expected none with source 'stdlib'")
-        if self.source != "stdlib" and not self.files:
+        if not self.takes_files and (self.files or self.validation_files):
+            raise ValueError(f"files: got patterns, expected none with source '{self.source}'")
+        if self.takes_files and not self.files:
             raise ValueError(f"files: got none, expected patterns for source '{self.source}'")
         if self.source == "dataset" and (len(self.files) > 1 or self.validation_files):
             raise ValueError("files: got several, expected the one folder of a dataset")
         if self.source == "tokens" and self.tokenizer is not None:
             raise ValueError("tokenizer: got one, expected null with source 'tokens'")
+        for key in ("packages", "max_bytes"):
+            if getattr(self, key) and self.source != "installed":
+                raise ValueError(f"{key}: got a value, expected none with source '{self.source}'")
         if self.end_token is not None and self.tokenizer is None:
             raise ValueError("end_token: got one, expected null without a tokenizer")
+
+    @property
+    def takes_files(self) -> bool:
+        """Whether `files` say what to read."""
+        return self.source not in ("stdlib", "installed")
 
     @property
     def is_bytes(self) -> bool:
