@@ -240,6 +240,8 @@ class Checkpointing(Section):
     """Checkpoints, in the folder `checkpoints` of `logging.directory`.
 
     every: steps between checkpoints; 0 saves at the end only.
+    final: save at the end too; false leaves a run that nobody continues without. A run that a
+        signal ends is saved all the same.
     keep_last: how many of the newest checkpoints to keep; null keeps all.
     resume: "auto" continues from the newest usable checkpoint if there is one; "none" starts anew
         and refuses a folder that has checkpoints; anything else is the path of a checkpoint.
@@ -252,6 +254,7 @@ class Checkpointing(Section):
     """
 
     every: CountOrZero = 100
+    final: bool = True
     keep_last: Count | None = None
     resume: str = "auto"
     weights: str | None = None

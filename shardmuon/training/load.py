@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -19,7 +19,7 @@ import yaml
 from shardmuon.limits import advice, choices, nearest, show
 from shardmuon.training.config import Config
 
-__all__ = ["ConfigError", "as_tree", "differences", "key_of", "load"]
+__all__ = ["ConfigError", "as_tree", "convert", "differences", "key_of", "load", "read_tree"]
 
 T = TypeVar("T")
 
@@ -82,13 +82,13 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError.
     """
     name = str(path)
-    tree = _read(Path(path), name)
-    config = _convert(Config, tree, "", name)
+    tree = read_tree(Path(path), name)
+    config = convert(Config, tree, "", name)
     if overrides:
         tree = _unshared(tree)
         for argument in overrides:
             _override(tree, argument)
-        config = _convert(Config, tree, "", "command line")
+        config = convert(Config, tree, "", "command line")
     assert isinstance(config, Config)
     return config
 
@@ -146,7 +146,8 @@ def _unshared(tree: Any) -> Any:
     return tree
 
 
-def _read(path: Path, name: str) -> dict[Any, Any]:
+def read_tree(path: Path, name: str) -> dict[Any, Any]:
+    """The sections of the YAML file at `path`, called `name` in messages. Raises ConfigError."""
     if not _is_text(name):
         raise ConfigError(f"{show(name)}: cannot be read (not a file's name)")
     try:
@@ -180,8 +181,11 @@ def _override(tree: dict[Any, Any], argument: str) -> None:
     node[keys[-1]] = _parse(text, f"command line: {path}")
 
 
-def _convert(section: type[T], tree: Any, where: str, source: str) -> T:
-    """Make the dataclass `section` from a raw tree; `where` is its key path with a final dot."""
+def convert(section: type[T], tree: Any, where: str, source: str) -> T:
+    """Make the dataclass `section` from a raw tree; `where` is its key path with a final dot.
+
+    source: where the tree is from, for messages. Raises ConfigError.
+    """
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -227,10 +231,14 @@ def _paths(section: type, where: str) -> list[str]:
 
 def _value(hint: Any, raw: Any, where: str, source: str) -> Any:
     """Check `raw` against a type annotation; returns the value to store (tuples for lists)."""
+    if hint is Any:
+        return raw
     if get_origin(hint) is Annotated:
         return _value(get_args(hint)[0], raw, where, source)
+    if get_origin(hint) is Mapping:
+        return _mapping(get_args(hint)[1], raw, where, source)
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-        return _convert(hint, raw, f"{where}.", source)
+        return convert(hint, raw, f"{where}.", source)
     if get_origin(hint) in (Union, types.UnionType):
         if raw is None and type(None) in get_args(hint):
             return None
@@ -239,6 +247,11 @@ def _value(hint: Any, raw: Any, where: str, source: str) -> Any:
         return _value((lists or parts)[0], raw, where, source)
     if get_origin(hint) is tuple:
         return _items(hint, raw, where, source)
+    return _scalar(hint, raw, where, source)
+
+
+def _scalar(hint: Any, raw: Any, where: str, source: str) -> Any:
+    """A number, text, truth value or name against its type."""
     if get_origin(hint) is Literal:
         accepted = isinstance(raw, str) and raw in get_args(hint)
     elif hint is float:
@@ -274,6 +287,13 @@ def _items(hint: Any, raw: Any, where: str, source: str) -> tuple[Any, ...]:
         _value(part, item, f"{where}[{i}]", source)
         for i, (part, item) in enumerate(zip(parts, raw, strict=True))
     )
+
+
+def _mapping(hint: Any, raw: Any, where: str, source: str) -> dict[str, Any]:
+    """A section whose keys are the user's own, with values of one kind."""
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{source}: {where}: got {_show(raw)}, expected a section with keys")
+    return {str(key): _value(hint, item, f"{where}.{key}", source) for key, item in raw.items()}
 
 
 def _describe(hint: Any) -> str:

@@ -97,13 +97,13 @@ class Trainer:
         self._saved = start.step if start.path == here else -1
 
     def run(self) -> None:
-        """Train to the end; evaluates and saves there too. A signal ends it after a step."""
+        """Train to the end; evaluates there too, and saves. A signal ends it after a step."""
         with self._stop_request.listening():
             while self.step < self.last_step and not self.stopped:
                 self._advance()
             if self._evaluated != self.step and not self.stopped:
                 self.evaluate()
-            if self._saved != self.step:
+            if self._saved != self.step and (self.config.checkpoint.final or self.stopped):
                 self.save()
             self.checkpoints.wait()
         if self.stopped and self.place.first:
@@ -221,6 +221,11 @@ class Trainer:
         loss = self.validation_loss = total / count
         self.records.write("evaluate", self.step, loss=loss, bits_per_byte=self._bits_per_byte())
         self._evaluated = self.step
+
+    @property
+    def saved(self) -> bool:
+        """Whether a checkpoint holds the state after the last step."""
+        return self._saved == self.step
 
     def describe_validation(self) -> str:
         """The last validation loss in words."""

@@ -201,6 +201,8 @@ def _conclude(trainer: Trainer, arguments: Sequence[str]) -> None:
         print("\nstopped by a signal, as soon as the step was done")
     print(f"\nstep {trainer.step} of {config.schedule.steps}: {trainer.describe_validation()}")
     print(f"metrics      {folder / 'metrics.jsonl'}")
+    if not trainer.saved:
+        return
     print(f"checkpoint   {newest}")
     if trainer.corpus.bytes_per_token is not None:  # else the way back to text is not known
         print(f"let it write {place.python()} -m shardmuon generate {shlex.quote(str(folder))}")

@@ -230,3 +230,18 @@ def test_a_run_that_resumes_elsewhere_at_its_end_has_a_checkpoint(tmp_path: Path
     other = [f"logging.directory={tmp_path / 'other'}", f"checkpoint.resume={last}"]
     assert main.main([*arguments, *other]) == 0
     assert (tmp_path / "other" / "checkpoints" / last.name / "manifest.json").exists()
+
+
+def test_a_run_that_nobody_continues_leaves_no_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [TINY, *launch.SMALL, *launch.text_files(tmp_path), "checkpoint.every=0"]
+    arguments += ["checkpoint.final=false", f"logging.directory={tmp_path / 'run'}"]
+    for _ in range(2):  # one process can train one run after another
+        assert main.main(arguments) == 0
+    assert numbers(tmp_path / "run", "train", "loss").keys() == set(range(1, 7))
+    assert not list((tmp_path / "run").rglob("step*"))
+    out = capsys.readouterr().out
+    assert "metrics  " in out
+    assert "checkpoint  " not in out
+    assert "resume  " not in out
