@@ -32,6 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         "generate": _generate,
         "plan": _plan,
         "plot": _plot,
+        "study": _study,
         "trace": _trace,
     }
     run = commands[options.command]
@@ -87,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_generate(commands)
     _add_plot(commands)
+    _add_study(commands)
     trace = commands.add_parser("trace", help="profile shardmuon's steps, rank by rank")
     trace.add_argument("model", choices=WORKLOADS)
     trace.add_argument("--folder", type=Path, default=Path("trace"), help="for traces and picture")
@@ -151,6 +153,29 @@ def _add_plot(commands: Any) -> None:
     )
     plot.add_argument("--log", action="store_true", help="logarithmic axes")
     plot.add_argument("--table", action="store_true", help="only the table, without a picture")
+
+
+def _add_study(commands: Any) -> None:
+    study = commands.add_parser("study", help="train and compare many runs; tables and figures")
+    study.add_argument(
+        "files", nargs="+", type=Path, help="one YAML file; or JSON files of studies"
+    )
+    study.add_argument("--workers", type=_count, default=1, help="runs that go on side by side")
+    study.add_argument("--minutes", type=_positive, help="start no run that would end later")
+    study.add_argument("--folder", type=Path, help="of the study; left out: runs/study-NAME")
+    study.add_argument("--out", type=Path, help="file for the numbers; left out: in the folder")
+    study.add_argument("--tables", action="store_true", help="print tables of JSON files")
+    study.add_argument("--into", type=Path, help="page whose tables are replaced, with --tables")
+    study.add_argument(
+        "--figures", type=_folder, metavar="FOLDER", help="draw figures of JSON files into it"
+    )
+
+
+def _folder(text: str) -> Path:
+    path = Path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path}")
+    return path
 
 
 def _mesh(text: str) -> tuple[int, int]:
@@ -269,6 +294,36 @@ def _plot(options: argparse.Namespace) -> None:
     by = tuple(plot_runs.AXES) if options.by == "all" else (options.by,)
     plot_runs.draw(runs, by, options.out, options.log)
     print(f"\nwrote {options.out}")
+
+
+def _study(options: argparse.Namespace) -> None:
+    if options.tables or options.figures is not None:
+        from shardmuon.tools import study_figures, study_tables
+
+        studies = study_tables.read(options.files)
+        if options.tables and options.into is None:
+            print("\n\n".join(study_tables.tables(each) for each in studies))
+        elif options.tables:
+            study_tables.insert(options.into, studies)
+        for each in studies if options.figures is not None else ():
+            for path in study_figures.draw(each, options.figures):
+                print(f"wrote {path}")
+        return
+    if len(options.files) > 1:
+        raise ConfigError("got several files; expected one YAML file, or --tables or --figures")
+    from shardmuon.tools import study
+
+    (path,) = options.files
+    folder = options.folder or Path("runs") / f"study-{path.stem}"
+    study.run(
+        path,
+        study.Options(
+            workers=options.workers,
+            minutes=options.minutes,
+            folder=folder,
+            out=options.out or folder / f"{path.stem}.json",
+        ),
+    )
 
 
 def _export(options: argparse.Namespace) -> None:
