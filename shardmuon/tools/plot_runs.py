@@ -19,12 +19,22 @@ from shardmuon.planning.report import table
 from shardmuon.training import metrics
 from shardmuon.training.load import ConfigError, differences
 
-__all__ = ["AXES", "Run", "compare", "draw", "labels", "read_runs"]
+__all__ = [
+    "AXES",
+    "COLOURS",
+    "Run",
+    "compare",
+    "draw",
+    "labels",
+    "new_figure",
+    "read_runs",
+    "tidy",
+]
 
 AXES = {"step": "optimizer step", "tokens": "tokens", "time": "training time"}
 _HEADER = ("run", "steps", "val loss", "bits/byte", "fwd+bwd ms", "optimizer ms", "step ms", "GB")
 # Colours of Okabe and Ito, which colour-blind readers can tell apart: jfly.uni-koeln.de/color
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _DASHES = ("-", "--", ":")
 _MOST_NAMED = 3
 
@@ -118,17 +128,28 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of so many inches. Raises ConfigError without matplotlib."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("pictures need matplotlib: pip install 'shardmuon[plot]'")
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=150, layout="constrained")
+
+
+def tidy(axes: Any) -> None:
+    """A faint grid, and no frame at the top and on the right."""
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def draw(runs: Sequence[Run], by: Sequence[str], path: Path, log: bool = False) -> None:
     """Write the picture to `path`, one panel for each of `by` (keys of AXES).
 
     Thin lines are training losses, thick ones with dots validation losses. log: both axes of the
     loss and of what it is drawn over are logarithmic. Raises ConfigError without matplotlib.
     """
-    if find_spec("matplotlib") is None:
-        raise ConfigError("pictures need matplotlib: pip install 'shardmuon[plot]'")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(1.2 + 5.2 * len(by), 4.4), dpi=150, layout="constrained")
+    figure = new_figure(1.2 + 5.2 * len(by), 4.4)
     panels = figure.subplots(1, len(by), sharey=True, squeeze=False)[0]
     names = labels(runs)
     for axes, axis in zip(panels, by, strict=True):
@@ -148,8 +169,8 @@ def _panel(axes: Any, runs: Sequence[Run], names: Sequence[str], axis: str, log:
     unit, name = _unit(runs, axis)
     for number, (run, label) in enumerate(zip(runs, names, strict=True)):
         look = {
-            "color": _COLOURS[number % len(_COLOURS)],
-            "linestyle": _DASHES[number // len(_COLOURS) % len(_DASHES)],
+            "color": COLOURS[number % len(COLOURS)],
+            "linestyle": _DASHES[number // len(COLOURS) % len(_DASHES)],
         }
         axes.plot(*_points(run.train, axis, unit), linewidth=0.9, alpha=0.55, **look)
         xs, ys = _points(run.evaluations, axis, unit)
@@ -172,8 +193,7 @@ def _panel(axes: Any, runs: Sequence[Run], names: Sequence[str], axis: str, log:
         for place in (axes.xaxis, axes.yaxis):
             place.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")  # losses seldom span a power of ten
-    axes.grid(alpha=0.25, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes)
 
 
 def _points(
