@@ -105,7 +105,7 @@ NsSteps = Annotated[int, Range(low=1, high=99, whole=True)]
 NormFloor = Annotated[float, Range(low=1e-30, high=_MOST)]
 Preset = Literal["keller", "polar_express", "you", "cubic"]
 Method = Literal["auto", "standard", "symmetric", "gram"]
-AdjustLr = Literal["original", "match_rms_adamw"]
+AdjustLr = Literal["original", "match_rms_adamw", "spectral"]
 NsDtype = Literal["float32", "bfloat16"]
 
 

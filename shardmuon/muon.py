@@ -63,8 +63,9 @@ class Muon(Optimizer):
         eps: smallest Frobenius norm by which a matrix is divided. ``None``: any matrix but zero is
             divided by its norm, so that an update does not depend on the gradient's scale.
         ns_steps: Newton-Schulz iterations, 1 to 99.
-        adjust_lr_fn: ``None`` or ``"original"`` (factor ``sqrt(max(1, rows / cols))``), or
-            ``"match_rms_adamw"`` (``0.2 sqrt(max(rows, cols))``); of the global shape.
+        adjust_lr_fn: ``None`` or ``"original"`` (factor ``sqrt(max(1, rows / cols))``),
+            ``"match_rms_adamw"`` (``0.2 sqrt(max(rows, cols))``), or ``"spectral"``
+            (``sqrt(rows / cols)``, which ``torch.optim.Muon`` does not have); of the global shape.
         ns_dtype: dtype of Newton-Schulz and of what is exchanged: ``torch.bfloat16`` or
             ``torch.float32``. ``None``: bf16 on CUDA, fp32 on CPU.
         ns_method: how Newton-Schulz multiplies: ``"standard"`` as torch does; ``"symmetric"``

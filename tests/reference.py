@@ -57,6 +57,8 @@ def scale(rows: int, cols: int, mode: str | None) -> float:
     """Shape factor on the update; None means "original"."""
     if mode == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, cols))
+    if mode == "spectral":
+        return math.sqrt(rows / cols)
     return math.sqrt(max(1.0, rows / cols))
 
 

@@ -80,18 +80,19 @@ def test_newton_schulz_is_that_of_torch_up_to_bfloat16() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "cols", "original", "match"),
+    ("rows", "cols", "original", "match", "spectral"),
     [
-        (4096, 1024, 2.0, 12.8),
-        (1024, 4096, 1.0, 12.8),
-        (1024, 1024, 1.0, 6.4),
-        (64, 1, 8.0, 1.6),
-        (18, 2304, 1.0, 9.6),
+        (4096, 1024, 2.0, 12.8, 2.0),
+        (1024, 4096, 1.0, 12.8, 0.5),
+        (1024, 1024, 1.0, 6.4, 1.0),
+        (64, 1, 8.0, 1.6, 8.0),
+        (18, 2304, 1.0, 9.6, 0.0883883),
     ],
 )
-def test_scales(rows: int, cols: int, original: float, match: float) -> None:
+def test_scales(rows: int, cols: int, original: float, match: float, spectral: float) -> None:
     assert scale(rows, cols, None) == scale(rows, cols, "original") == pytest.approx(original)
     assert scale(rows, cols, "match_rms_adamw") == pytest.approx(match)
+    assert scale(rows, cols, "spectral") == pytest.approx(spectral)
 
 
 def test_zero_matrix_stays_zero() -> None:

@@ -56,7 +56,8 @@ def to_torch(model: nn.Module, optimizer: Muon) -> tuple[StateDict | None, State
     model: holds all parameters of `optimizer`; one under FSDP2 is resharded.
 
     Raises ValueError, with the parameter and the key, for what `torch.optim.Muon` cannot express:
-    split_sizes, num_heads, transposed, flatten, stacks of matrices, a triple per step, eps=None.
+    split_sizes, num_heads, transposed, flatten, stacks of matrices, a triple per step, eps=None,
+    adjust_lr_fn="spectral".
     """
     optimizer.state_dict()  # makes state that is still missing; has no other effect
     groups = _name_groups(_parameters(model), optimizer)
@@ -182,16 +183,14 @@ def _single_triple(group: Mapping[str, Any], fqns: Sequence[str]) -> Any:
 
 
 def _check_expressible(group: Mapping[str, Any], fqns: Sequence[str]) -> None:
+    who = fqns[0] if fqns else "a group"
     if group["eps"] is None:
-        raise ValueError(
-            f"{fqns[0] if fqns else 'a group'} has eps=None, torch.optim.Muon needs a number"
-        )
+        raise ValueError(f"{who} has eps=None, torch.optim.Muon needs a number")
+    if group["adjust_lr_fn"] == "spectral":  # which torch takes for a factor of 1, in silence
+        raise ValueError(f"{who} has adjust_lr_fn='spectral', which torch.optim.Muon does not have")
     for key in ("momentum_warmup", "ns_period"):
         if group[key] != ALGORITHMS[MUON].defaults[key]:
-            raise ValueError(
-                f"{fqns[0] if fqns else 'a group'} has {key}={group[key]!r}, which torch.optim.Muon"
-                " does not have"
-            )
+            raise ValueError(f"{who} has {key}={group[key]!r}; torch.optim.Muon does not have it")
     for fqn, parameter in zip(fqns, group["params"], strict=True):
         for key in STRUCTURAL_KEYS:
             if key != "algorithm" and group[key]:

@@ -22,7 +22,13 @@ from shardmuon.rules.muon import update_scale
 
 __all__ = ["Migration", "Scale"]
 
-ORIGINAL, RMS = "original", "match_rms_adamw"
+ORIGINAL = "original"
+_EQUALS = {
+    "original": (ORIGINAL, 1.0),
+    "rms": ("match_rms_adamw", 5.0),
+    "spectral": ("spectral", 1.0),
+}
+"""Our `adjust_lr_fn` for the formulas that have one, and how many times ours they are."""
 _FIRST = ("exp_avg", "moment1", "momentum")
 _SECOND = ("exp_avg_sq", "moment2", "variance")
 _SUMS = ("momentum_buffer", "momentum")
@@ -31,8 +37,9 @@ _SUMS = ("momentum_buffer", "momentum")
 class Scale(NamedTuple):
     """Factor on the orthogonalized update: `factor` times the formula `name` of the shape.
 
-    original: sqrt(max(1, rows / cols)). rms: sqrt(max(rows, cols)). aspect: sqrt(rows / cols).
-    one: 1. kernel: original, but of the last two dims of a flattened convolution.
+    original: sqrt(max(1, rows / cols)). rms: sqrt(max(rows, cols)). spectral: sqrt(rows / cols).
+    one: 1. kernel: original, but of the last two dims of a flattened convolution. The names are
+    ours: what Megatron calls spectral is rms.
     """
 
     name: str
@@ -41,14 +48,12 @@ class Scale(NamedTuple):
     @property
     def nearest(self) -> str:
         """Our `adjust_lr_fn` with the same growth, or the one to start from."""
-        return RMS if self.name == "rms" else ORIGINAL
+        return _EQUALS[self.name][0] if self.name in _EQUALS else ORIGINAL
 
     @property
     def ratio(self) -> float | None:
         """Theirs / ours where it is the same for all matrices, else None."""
-        if self.name == "original":
-            return self.factor
-        return 5 * self.factor if self.name == "rms" else None
+        return _EQUALS[self.name][1] * self.factor if self.name in _EQUALS else None
 
     def ratio_of(self, cut: Cut) -> float:
         """Theirs / ours for one matrix."""
@@ -57,8 +62,6 @@ class Scale(NamedTuple):
         rows, cols = cut.rows, cut.cols
         if self.name == "one":
             theirs = 1.0
-        elif self.name == "aspect":
-            theirs = math.sqrt(rows / cols)
         else:
             sides = cut.shape[-2:] if cut.flatten else (rows, cols)
             theirs = math.sqrt(max(1, sides[0] / sides[1]))
@@ -197,7 +200,6 @@ class Migration:
 
 
 _FORMULAS = {
-    "aspect": "sqrt(rows / cols)",
     "one": "1",
     "kernel": "sqrt(max(1, rows / cols)), of the kernel for convolutions",
 }

@@ -151,7 +151,7 @@ def from_dion(  # noqa: PLR0913  (its arguments)
     use_polar_express: False also for versions without this argument. Groups of algorithm "lion",
     newton_schulz_func and use_gram_newton_schulz cannot be mapped; use_triton has no meaning here.
     """
-    scales = {"spectral_norm": Scale("aspect"), "rms_norm": Scale("rms", 0.2), None: Scale("one")}
+    scales = {"spectral_norm": Scale("spectral"), "rms_norm": Scale("rms", 0.2), None: Scale("one")}
     if adjust_lr not in scales:
         raise ValueError(f"adjust_lr must be one of {list(scales)}, got {show(adjust_lr)}")
     if cautious_wd and weight_decay:
@@ -200,7 +200,7 @@ def from_emerging_optimizers(  # noqa: PLR0913  (its arguments)
             f"weight_decay_method={show(weight_decay_method)} cannot be mapped: our decay is lr x"
             " weight_decay. For 'independent' at a constant lr, weight_decay / lr is the same"
         )
-    modes = {"spectral": "rms", "unit_rms_norm": "aspect", "shape_scaling": "original"}
+    modes = {"spectral": "rms", "unit_rms_norm": "spectral", "shape_scaling": "original"}
     dtypes = {"medium": torch.bfloat16, "high": torch.float32, "highest": torch.float32}
     if not extra_scale_factor > 0:
         raise ValueError(f"extra_scale_factor must be above 0, got {show(extra_scale_factor)}")

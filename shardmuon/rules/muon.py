@@ -6,7 +6,9 @@
     P <- P (1 - lr weight_decay) - lr scale(rows, cols) O
 
 Source: Keller Jordan, https://kellerjordan.github.io/posts/muon/; `match_rms_adamw` scale: "Muon is
-Scalable for LLM Training", arXiv 2502.16982.
+Scalable for LLM Training", arXiv 2502.16982; `spectral` scale: Jeremy Bernstein, "Deriving Muon",
+https://jeremybernste.in/writing/deriving-muon, and "A Spectral Condition for Feature Learning",
+arXiv 2310.17813.
 """
 
 from __future__ import annotations
@@ -48,10 +50,13 @@ _NS_DTYPES = tuple(getattr(torch, each) for each in limits.choices(limits.NsDtyp
 def update_scale(rows: int, cols: int, adjust_lr_fn: str | None) -> float:
     """Factor on the orthogonalized update of a rows x cols matrix (the global shape).
 
-    None and "original": sqrt(max(1, rows / cols)); "match_rms_adamw": 0.2 sqrt(max(rows, cols)).
+    None and "original": sqrt(max(1, rows / cols)); "match_rms_adamw": 0.2 sqrt(max(rows, cols));
+    "spectral": sqrt(rows / cols), which Megatron calls unit_rms_norm: its "spectral" is another.
     """
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, cols))
+    if adjust_lr_fn == "spectral":
+        return math.sqrt(rows / cols)
     return math.sqrt(max(1, rows / cols))
 
 

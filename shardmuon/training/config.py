@@ -64,7 +64,7 @@ class MuonGroups(Section):
     ns_method: "standard" multiplies as torch does; "symmetric" and "gram" need fewer operations
         and agree within rounding; "auto" is the quickest on a GPU, standard on a CPU.
     adjust_lr_fn: scale by shape; null and "original" mean sqrt(max(1, rows / columns)),
-        "match_rms_adamw" means 0.2 sqrt(max(rows, columns)).
+        "match_rms_adamw" means 0.2 sqrt(max(rows, columns)), "spectral" sqrt(rows / columns).
     ns_dtype: type in which Newton-Schulz runs; null is bfloat16 on CUDA and float32 on CPU.
     momentum_dtype: type of the momentum buffer; null is the parameter's type.
     """

@@ -225,6 +225,7 @@ def test_names_must_be_unique_without_their_wrappers() -> None:
         ("ns_coefficients", "polar_express", (6, 4)),
         ("ns_coefficients", [(2.0, -1.5, 0.5), (1.5, -0.5, 0.0)] * 3, (6, 4)),
         ("eps", None, (6, 4)),
+        ("adjust_lr_fn", "spectral", (6, 4)),
     ],
 )
 def test_to_torch_refuses_what_torch_cannot_express(

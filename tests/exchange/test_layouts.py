@@ -242,6 +242,7 @@ def _norms_of_bare_updates(mode: str | None, placement: str) -> list[float]:
 @pytest.mark.parametrize("placement", ["rows", "columns"])
 def test_scale_is_that_of_the_global_shape(pools: Worlds, placement: str) -> None:
     right = {"original": [8.0, 1.0, 2.0], "match_rms_adamw": [1.6, 9.6, 3.2]}
+    right["spectral"] = [8.0, (18 / 2304) ** 0.5, 2.0]
     for mode, factors in right.items():
         for norms in pools.run(4, _norms_of_bare_updates, mode, placement):
             assert norms == pytest.approx(factors, rel=1e-4)

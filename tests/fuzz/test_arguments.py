@@ -42,7 +42,7 @@ VALID: dict[str, list[Any]] = {
     "eps": [None, 1e-7, 1e-30, 1.0],
     "ns_steps": [1, 2, 5, 99],
     "ns_method": ["auto", "standard", "symmetric", "gram"],
-    "adjust_lr_fn": [None, "original", "match_rms_adamw"],
+    "adjust_lr_fn": [None, "original", "match_rms_adamw", "spectral"],
     "ns_dtype": [None, torch.float32, torch.bfloat16],
     "momentum_dtype": [None, torch.float32, torch.bfloat16, torch.float64],
 }

@@ -48,14 +48,14 @@ def as_array(tensor: Tensor) -> Array:
 
 def test_one_group_for_each_factor_and_the_report_says_who_is_where() -> None:
     model = Model()
-    moved = migration.from_dion(lr=0.01, weight_decay=0.1)
+    moved = migration.from_dion(lr=0.01, weight_decay=0.1, adjust_lr=None)
     groups = moved.groups(param_groups(model))
     muon = {tuple(n for n, _ in g["params"]): g for g in groups if g["algorithm"] == "muon"}
-    assert set(muon) == {("up.weight", "mix.weight"), ("down.weight",)}
-    wide = muon["down.weight",]
-    assert wide["lr"] == pytest.approx(0.01 * (16 / 48) ** 0.5)
-    assert wide["weight_decay"] == pytest.approx(0.1 / (16 / 48) ** 0.5)
-    assert muon["up.weight", "mix.weight"]["lr"] == 0.01
+    assert set(muon) == {("up.weight",), ("down.weight", "mix.weight")}
+    tall = muon["up.weight",]
+    assert tall["lr"] == pytest.approx(0.01 * (16 / 48) ** 0.5)
+    assert tall["weight_decay"] == pytest.approx(0.1 / (16 / 48) ** 0.5)
+    assert muon["down.weight", "mix.weight"]["lr"] == 0.01
     vectors = [g for g in groups if g["algorithm"] == "adamw" and g["params"][0][1].ndim == 1]
     assert [g["weight_decay"] for g in vectors] == [0.0]
     assert all(g["lr"] == 0.01 and g["betas"] == (0.9, 0.95) for g in vectors)
@@ -71,14 +71,27 @@ def test_where_one_setting_serves_all_shapes_muon_gives_it() -> None:
         0.1,
         "match_rms_adamw",
     )
-    for moved in (
-        migration.from_dion(),
-        migration.from_dion(adjust_lr=None),
-        migration.from_keller(),
-        migration.from_megatron(1e-3, muon_scale_mode="unit_rms_norm"),
-    ):
+    for moved in (migration.from_dion(adjust_lr=None), migration.from_keller()):
         with pytest.raises(ValueError, match="give your groups to groups"):
             _ = moved.muon
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_spectral_is_their_unit_rms_norm_and_not_their_spectral(factor: float) -> None:
+    """One group for tall, wide and square matrices; an extra factor goes to lr and decay."""
+    moved = migration.from_megatron(
+        1e-3, 0.1, muon_scale_mode="unit_rms_norm", muon_extra_scale_factor=factor
+    )
+    groups = [g for g in moved.groups(param_groups(Model())) if g["algorithm"] == "muon"]
+    assert [[name for name, _ in g["params"]] for g in groups] == [
+        ["up.weight", "down.weight", "mix.weight"]
+    ]
+    for keys in (*groups, moved.muon):
+        assert keys["adjust_lr_fn"] == "spectral"
+        assert (keys["lr"], keys["weight_decay"]) == (1e-3 * factor, 0.1 / factor)
+    dion = migration.from_dion(lr=0.02).muon
+    assert (dion["lr"], dion["weight_decay"], dion["adjust_lr_fn"]) == (0.02, 0.01, "spectral")
+    assert migration.from_megatron(1e-3).muon["adjust_lr_fn"] == "match_rms_adamw"
 
 
 def test_torch_defaults_stay_what_they_are() -> None:
@@ -136,8 +149,9 @@ def test_convolutions_of_keller_take_the_scale_of_their_kernel() -> None:
     conv = nn.Parameter(torch.ones(64, 2, 3, 3))
     (group,) = migration.from_keller(lr=0.02).groups([{"params": [conv], "flatten": True}])
     assert group["lr"] == pytest.approx(0.02 / (64 / 18) ** 0.5)
-    (group,) = migration.from_dion(lr=0.02).groups([{"params": [conv], "flatten": True}])
-    assert group["lr"] == pytest.approx(0.02)
+    plain = migration.from_dion(lr=0.02, adjust_lr=None)
+    (group,) = plain.groups([{"params": [conv], "flatten": True}])
+    assert group["lr"] == pytest.approx(0.02 / (64 / 18) ** 0.5)
 
 
 @pytest.mark.parametrize(
@@ -185,14 +199,16 @@ def test_what_cannot_be_mapped_is_refused_by_name(call: Callable[[], object], me
 
 def test_groups_that_contradict_the_source_are_refused() -> None:
     p = nn.Parameter(torch.ones(4, 6))
-    dion = migration.from_dion()
+    dion = migration.from_dion(adjust_lr=None)
     with pytest.raises(ValueError, match=r"a muon group has lr, momentum, which dion\.Muon sets"):
         dion.groups([{"params": [p], "momentum": 0.9, "lr": 1.0}])
-    fused = nn.Parameter(torch.ones(12, 8))
-    with pytest.raises(ValueError, match=r"qkv is made of matrices .*2x8 0.5, 8x8 1.*dion.Muon"):
-        dion.groups([{"params": [("qkv", fused)], "split_sizes": [2, 2, 8]}])
-    (equal,) = dion.groups([{"params": [("qkv", fused)], "num_heads": 6}])
+    fused = nn.Parameter(torch.ones(12, 2))
+    with pytest.raises(ValueError, match=r"qkv is made of matrices .*8x2 0.5, 2x2 1.*dion.Muon"):
+        dion.groups([{"params": [("qkv", fused)], "split_sizes": [8, 2, 2]}])
+    (equal,) = dion.groups([{"params": [("qkv", nn.Parameter(torch.ones(16, 2)))], "num_heads": 2}])
     assert equal["lr"] == pytest.approx(0.01 * 0.5)
+    (spectral,) = migration.from_dion().groups([{"params": [fused], "split_sizes": [8, 2, 2]}])
+    assert spectral["lr"] == 0.01
     with pytest.raises(ValueError, match="bias: a muon group takes matrices"):
         dion.groups([{"params": [("bias", nn.Parameter(torch.ones(3)))]}])
     adamw = {"params": [p], "algorithm": "adamw"}

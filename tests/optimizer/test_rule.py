@@ -42,7 +42,7 @@ def test_golden_values(golden: Golden) -> None:
     golden.check(outcome.params[0], outcome.momenta[0], tolerance=1e-4)
 
 
-@pytest.mark.parametrize("mode", [None, "original", "match_rms_adamw"])
+@pytest.mark.parametrize("mode", [None, "original", "match_rms_adamw", "spectral"])
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("momentum", [0.0, 0.95])
 def test_all_shapes_follow_the_reference(mode: str | None, nesterov: bool, momentum: float) -> None:
@@ -83,20 +83,21 @@ def test_updates_do_not_show_the_momentum_convention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "original", "match_rms"),
+    ("shape", "original", "match_rms", "spectral"),
     [
-        ((4096, 1024), 2.0, 12.8),
-        ((1024, 4096), 1.0, 12.8),
-        ((1024, 1024), 1.0, 6.4),
-        ((64, 1), 8.0, 1.6),
-        ((18, 2304), 1.0, 9.6),
+        ((4096, 1024), 2.0, 12.8, 2.0),
+        ((1024, 4096), 1.0, 12.8, 0.5),
+        ((1024, 1024), 1.0, 6.4, 1.0),
+        ((64, 1), 8.0, 1.6, 8.0),
+        ((18, 2304), 1.0, 9.6, 0.0883883),
     ],
 )
 def test_exactly_one_learning_rate_scale_applies(
-    shape: tuple[int, int], original: float, match_rms: float
+    shape: tuple[int, int], original: float, match_rms: float, spectral: float
 ) -> None:
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     factors = {None: original, "original": original, "match_rms_adamw": match_rms}
+    factors["spectral"] = spectral
     for mode, factor in factors.items():
         options: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.0, "adjust_lr_fn": mode}
         got = one_step(torch.zeros(shape), gradient, **options, **FIRST_TERM_ONLY)
