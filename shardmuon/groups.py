@@ -129,7 +129,7 @@ def complete_group(group: Mapping[str, Any], muon_defaults: Mapping[str, Any]) -
     Those of the constructor hold for all algorithms that update matrices; the others have their
     own defaults.
     """
-    algorithm = known(group.get("algorithm", MUON))
+    algorithm = known(group.get("algorithm", muon_defaults.get("algorithm", MUON)))
     defaults = ALGORITHMS[algorithm].defaults
     if ALGORITHMS[algorithm].on_matrices:
         defaults = {key: muon_defaults.get(key, value) for key, value in defaults.items()}

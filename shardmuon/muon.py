@@ -25,8 +25,9 @@ from shardmuon.groups import (
     check_parameter,
     check_settings,
     complete_group,
+    updates_matrices,
 )
-from shardmuon.limits import show
+from shardmuon.limits import advice, show
 from shardmuon.orthogonalize.coefficients import KELLER, Coefficients
 from shardmuon.planning.matrix import AUTO
 from shardmuon.planning.plan import Plan
@@ -77,6 +78,9 @@ class Muon(Optimizer):
         mesh: DeviceMesh or process group (DDP's) over which *plain* tensors are replicated, so
             that its ranks share the work. DTensors bring their own. A group may have its own.
         runtime: how steps run; see :class:`shardmuon.Runtime`.
+        **keys: further group keys, as defaults of all groups that update matrices, such as
+            ``algorithm="normuon"``, ``cautious_weight_decay``, ``momentum_warmup`` or ``ns_period``
+            with ``ns_block``; the guide and the page on variants list them.
 
     Raises:
         ValueError: a value out of range, a misspelt key, or a parameter that the group's algorithm
@@ -108,6 +112,7 @@ class Muon(Optimizer):
         momentum_dtype: torch.dtype | None = None,
         mesh: DeviceMesh | ProcessGroup | None = None,
         runtime: Runtime = Runtime(),  # noqa: B008  (frozen)
+        **keys: Any,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -121,10 +126,11 @@ class Muon(Optimizer):
             "ns_dtype": ns_dtype,
             "ns_method": ns_method,
             "momentum_dtype": momentum_dtype,
+            **keys,
         }
         if not isinstance(runtime, Runtime):
             raise ValueError(f"runtime must be a shardmuon.Runtime, got {show(runtime)}")
-        check_settings({**ALGORITHMS[MUON].defaults, "algorithm": MUON, **defaults})
+        _check_defaults(defaults, keys)
         self._engine = Engine(runtime, as_device_mesh(mesh))
         super().__init__(params, defaults)
 
@@ -210,7 +216,8 @@ class Muon(Optimizer):
         super().add_param_group(group)
         try:
             # The base class fills in the constructor's defaults, which are Muon's.
-            for key in self.defaults.keys() - ALGORITHMS[group["algorithm"]].keys.keys():
+            own = {"algorithm", *ALGORITHMS[group["algorithm"]].keys}
+            for key in self.defaults.keys() - own:
                 del group[key]
             as_device_mesh(group.get("mesh"))
             names = parameter_names(self.param_groups)
@@ -306,6 +313,21 @@ class Muon(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_engine": self._engine}
+
+
+def _check_defaults(defaults: Mapping[str, Any], keys: Iterable[str]) -> None:
+    """Refuse defaults that a group without keys of its own could not have. keys: not torch's."""
+    group = {"algorithm": MUON, **defaults}
+    if not updates_matrices(group):
+        raise ValueError(
+            f"algorithm {group['algorithm']!r} is not one for matrices: give it groups"
+        )
+    known = {"algorithm", *ALGORITHMS[group["algorithm"]].keys}
+    for key in keys:
+        if key not in known:
+            near = advice(key, sorted(known))
+            raise TypeError(f"Muon() got an unexpected keyword argument {key!r}{near}")
+    check_settings({**ALGORITHMS[group["algorithm"]].defaults, **group})
 
 
 def _checked(param_group: Any) -> dict[str, Any]:

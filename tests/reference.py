@@ -13,7 +13,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Rule", "gradient", "newton_schulz", "relative_error", "scale", "weights"]
+__all__ = [
+    "AdamW",
+    "Rule",
+    "decayed",
+    "gradient",
+    "newton_schulz",
+    "relative_error",
+    "scale",
+    "weights",
+]
 
 Array = npt.NDArray[np.float64]
 
@@ -62,6 +71,11 @@ def scale(rows: int, cols: int, mode: str | None) -> float:
     return math.sqrt(max(1.0, rows / cols))
 
 
+def decayed(p: Array, u: Array, factor: float, cautious: bool) -> Array:
+    """`p` less `factor` times itself; cautious: only where the update `u` and `p` do not oppose."""
+    return p - factor * (np.where(u * p >= 0, p, 0.0) if cautious else p)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """Muon's settings; `run` applies them. Defaults are those of the golden values."""
@@ -72,15 +86,16 @@ class Rule:
     nesterov: bool = True
     adjust_lr_fn: str | None = None
     eps: float = 1e-7
+    cautious: bool = False
 
     def step(self, p: Array, m: Array, g: Array) -> tuple[Array, Array]:
         """One step from parameter `p`, momentum `m` and gradient `g`: the new (p, m)."""
         beta = self.momentum
         m = beta * m + (1 - beta) * g
         u = (1 - beta) * g + beta * m if self.nesterov else m
-        p = p * (1 - self.lr * self.weight_decay)
-        factor = self.lr * scale(p.shape[0], p.shape[1], self.adjust_lr_fn)
-        return p - factor * newton_schulz(u, eps=self.eps), m
+        o = newton_schulz(u, eps=self.eps)
+        p = decayed(p, o, self.lr * self.weight_decay, self.cautious)
+        return p - self.lr * scale(p.shape[0], p.shape[1], self.adjust_lr_fn) * o, m
 
     def run(self, p: Array, gradients: Iterable[Array]) -> tuple[Array, Array]:
         """Steps with `gradients` from parameter `p` and zero momentum: the last (p, m)."""
@@ -92,6 +107,27 @@ class Rule:
     def golden(self, rows: int, cols: int, steps: int = 3) -> tuple[Array, Array]:
         """`run` on the deterministic weights and gradients of one shape."""
         return self.run(weights(rows, cols), (gradient(rows, cols, t) for t in range(steps)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """AdamW's settings; `run` applies them."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    cautious: bool = False
+
+    def run(self, p: Array, gradients: Iterable[Array]) -> Array:
+        """The parameter after steps with `gradients` from zero moments."""
+        m, v = np.zeros_like(p), np.zeros_like(p)
+        b1, b2 = self.betas
+        for t, g in enumerate(gradients, 1):
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+            u = m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + self.eps)
+            p = decayed(p, u, self.lr * self.weight_decay, self.cautious) - self.lr * u
+        return p
 
 
 def relative_error(value: npt.ArrayLike, right: Array) -> float:

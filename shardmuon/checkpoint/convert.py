@@ -57,7 +57,7 @@ def to_torch(model: nn.Module, optimizer: Muon) -> tuple[StateDict | None, State
 
     Raises ValueError, with the parameter and the key, for what `torch.optim.Muon` cannot express:
     split_sizes, num_heads, transposed, flatten, stacks of matrices, a triple per step, eps=None,
-    adjust_lr_fn="spectral".
+    adjust_lr_fn="spectral"; and for cautious_weight_decay=True, in adamw groups too.
     """
     optimizer.state_dict()  # makes state that is still missing; has no other effect
     groups = _name_groups(_parameters(model), optimizer)
@@ -153,6 +153,7 @@ def _pack(algorithm: str, groups: Sequence[_Members], optimizer: Muon) -> StateD
     for group, fqns in groups:
         if group["algorithm"] != algorithm:
             continue
+        _check_cautious(group, fqns)
         if algorithm == MUON:
             _check_expressible(group, fqns)
         settings = {key: value for key, value in group.items() if key not in OURS}
@@ -180,6 +181,15 @@ def _single_triple(group: Mapping[str, Any], fqns: Sequence[str]) -> Any:
             " torch.optim.Muon has one triple for all steps"
         )
     return schedule.triples[0] if isinstance(given, str) else given
+
+
+def _check_cautious(group: Mapping[str, Any], fqns: Sequence[str]) -> None:
+    if group["cautious_weight_decay"]:
+        class_name = "torch.optim.Muon" if group["algorithm"] == MUON else "torch.optim.AdamW"
+        raise ValueError(
+            f"{fqns[0] if fqns else 'a group'} has cautious_weight_decay=True, which {class_name}"
+            " does not have"
+        )
 
 
 def _check_expressible(group: Mapping[str, Any], fqns: Sequence[str]) -> None:

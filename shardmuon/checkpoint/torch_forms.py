@@ -35,7 +35,7 @@ __all__ = ["OURS", "Saved", "match", "own_part", "read", "settings_for", "split"
 
 OURS = (
     *STRUCTURAL_KEYS,
-    *("ns_dtype", "ns_method", "momentum_dtype", "mesh"),
+    *("ns_dtype", "ns_method", "momentum_dtype", "cautious_weight_decay", "mesh"),
     *("step", "momentum_warmup", "momentum_start", "ns_period", "ns_block"),
 )
 """Group keys that torch does not have: neither written nor taken."""

@@ -148,23 +148,20 @@ def from_dion(  # noqa: PLR0913  (its arguments)
 ) -> Migration:
     """`dion.Muon` (microsoft/dion, dion/muon.py, megabatch_base.py, polar_express.py).
 
+    cautious_wd: the same mask as ours, for matrices and under AdamW (scalar_opts.py).
     use_polar_express: False also for versions without this argument. Groups of algorithm "lion",
     newton_schulz_func and use_gram_newton_schulz cannot be mapped; use_triton has no meaning here.
     """
     scales = {"spectral_norm": Scale("spectral"), "rms_norm": Scale("rms", 0.2), None: Scale("one")}
     if adjust_lr not in scales:
         raise ValueError(f"adjust_lr must be one of {list(scales)}, got {show(adjust_lr)}")
-    if cautious_wd and weight_decay:
-        raise ValueError(
-            "cautious_wd=True cannot be mapped: it decays only where update and parameter have the"
-            " same sign. Set cautious_wd=False or weight_decay=0"
-        )
     keys = _keys(lr, weight_decay, mu, nesterov, epsilon, sums=True)
     keys["ns_coefficients"] = "polar_express" if use_polar_express else "you"
+    decay = {"weight_decay": weight_decay, "cautious_weight_decay": cautious_wd}
     return Migration(
         source="dion.Muon",
-        keys={**keys, "ns_steps": 5},
-        adamw={"lr": lr, "betas": betas, "eps": epsilon, "weight_decay": weight_decay},
+        keys={**keys, **decay, "ns_steps": 5},
+        adamw={"lr": lr, "betas": betas, "eps": epsilon, **decay},
         scale=scales[adjust_lr],
         sums=True,
         notes=(

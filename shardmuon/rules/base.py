@@ -19,7 +19,7 @@ from shardmuon.groups import StateKind
 from shardmuon.keys import Keys
 from shardmuon.orthogonalize.newton_schulz import Team
 
-__all__ = ["Commit", "ElementRule", "ElementShard", "Shard", "UpdateRule", "wide"]
+__all__ = ["Commit", "ElementRule", "ElementShard", "Shard", "UpdateRule", "opposed", "wide"]
 
 Group = Mapping[str, Any]
 
@@ -160,6 +160,16 @@ class UpdateRule(ABC):
         """`apply` to each shard its update: 1-D, contiguous, on its device; see `prepare_all`."""
         for shard, update, stats in zip(shards, updates, row_stats, strict=True):
             self.apply(shard, update.view(shard.parameter.shape), stats, commit)
+
+
+def opposed(update: Tensor, parameter: Tensor) -> Tensor:
+    """bool: where cautious weight decay spares the parameter, because the update makes it larger.
+
+    update: what is subtracted from the parameter, or anything of the same signs. Spared is where
+    u P < 0, so zeros of either are not ("Cautious Weight Decay", arXiv 2510.12402). Signs are
+    multiplied, since a product of small numbers may be zero.
+    """
+    return torch.sign(update) * torch.sign(parameter) < 0
 
 
 def wide(tensor: Tensor) -> Tensor:

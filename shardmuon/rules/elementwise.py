@@ -44,12 +44,16 @@ class Preparation(NamedTuple):
 
 
 class Application(NamedTuple):
-    """parameter <- parameter keep + update scale, in float32, rounded once. The update is flat."""
+    """parameter <- parameter keep + update scale, in float32, rounded once. The update is flat.
+
+    cautious: elements whose update has the opposite sign are not multiplied by `keep`.
+    """
 
     parameter: Tensor
     update: Tensor
     keep: float
     scale: float
+    cautious: bool = False
 
 
 def takes(*tensors: Tensor, rows: bool = False) -> bool:
@@ -120,7 +124,7 @@ def apply_many(applications: Sequence[Application], commit: Commit) -> None:
 
     kinds: dict[tuple[Any, ...], list[Application]] = defaultdict(list)
     for each in applications:
-        kinds[each.parameter.dtype, each.update.dtype].append(each)
+        kinds[each.parameter.dtype, each.update.dtype, each.cautious].append(each)
     for same in kinds.values():
         first = same[0]
         shapes = tuple(_rows(each.parameter) for each in same)
@@ -146,6 +150,7 @@ def apply_many(applications: Sequence[Application], commit: Commit) -> None:
             GUARDED=commit.accepted is not None,
             PARAMETER=_triton_type(first.parameter.dtype),
             UPDATE=_triton_type(first.update.dtype),
+            CAUTIOUS=first.cautious,
             ALIGNED=_is_aligned(table[:2], table[3:]),
             BLOCK=BLOCK,
         )

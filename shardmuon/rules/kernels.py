@@ -118,12 +118,14 @@ def apply_kernel(  # noqa: PLR0913
     GUARDED: tl.constexpr,
     PARAMETER: tl.constexpr,
     UPDATE: tl.constexpr,
+    CAUTIOUS: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Rows of the table: parameter, update; width; elements from row to row of each of the two.
 
-    Rows of `factors`: on the parameter, on the update.
+    Rows of `factors`: on the parameter, on the update. CAUTIOUS: the first does not act where the
+    two have opposite signs.
     """
     tensor, row, columns, mask = _row_block(table, places, 2, number, BLOCK)
     parameters = _pointer(table, 0, number, tensor, PARAMETER, ALIGNED)
@@ -132,8 +134,12 @@ def apply_kernel(  # noqa: PLR0913
     updates += row * _row_start(table, 4, number, tensor, ALIGNED)
     keep = tl.load(factors + tensor)
     scale = tl.load(factors + number + tensor)
-    value = tl.load(parameters + columns, mask).to(tl.float32) * keep
+    whole = tl.load(parameters + columns, mask).to(tl.float32)
+    value = whole * keep
     update = tl.load(updates + columns, mask).to(tl.float32)
+    if CAUTIOUS:
+        opposed = ((update > 0) & (whole < 0)) | ((update < 0) & (whole > 0))
+        value = tl.where(opposed, whole, value)
     write = mask
     if GUARDED:
         write = mask & (tl.load(accepted) != 0)

@@ -1,9 +1,11 @@
-"""The Muon rule, bit for bit that of `torch.optim.Muon`.
+"""The Muon rule, bit for bit that of `torch.optim.Muon` where that has the settings.
 
     M <- lerp(M, G, 1 - momentum)
     U <- lerp(G, M, momentum) if nesterov else M
     O <- NS(U)
     P <- P (1 - lr weight_decay) - lr scale(rows, cols) O
+
+With `cautious_weight_decay` elements of P where O P < 0 do not decay (see `opposed`).
 
 Source: Keller Jordan, https://kellerjordan.github.io/posts/muon/; `match_rms_adamw` scale: "Muon is
 Scalable for LLM Training", arXiv 2502.16982; `spectral` scale: Jeremy Bernstein, "Deriving Muon",
@@ -40,7 +42,7 @@ from shardmuon.orthogonalize.coefficients import KELLER, schedule_of
 from shardmuon.orthogonalize.newton_schulz import Team, newton_schulz_of_panels
 from shardmuon.planning.matrix import AUTO
 from shardmuon.rules import elementwise
-from shardmuon.rules.base import Commit, Group, Shard, UpdateRule, wide
+from shardmuon.rules.base import Commit, Group, Shard, UpdateRule, opposed, wide
 
 __all__ = ["MuonRule", "update_scale"]
 
@@ -78,6 +80,7 @@ class MuonRule(UpdateRule):
     keys = {
         "lr": Key(1e-3, number(limits.NotNegative)),
         "weight_decay": Key(0.1, number(limits.NotNegative)),
+        "cautious_weight_decay": Key(False, FLAG),
         "momentum": Key(0.95, number(limits.Decay)),
         "momentum_warmup": Key(0, count(limits.CountOrZero)),
         "momentum_start": Key(0.85, number(limits.Decay)),
@@ -131,7 +134,10 @@ class MuonRule(UpdateRule):
 
     def apply(self, shard: Shard, update: Tensor, row_stats: Tensor | None, commit: Commit) -> None:
         keep, scale = _factors(shard)
-        value = wide(shard.parameter) * keep
+        whole = wide(shard.parameter)
+        value = whole * keep
+        if shard.group["cautious_weight_decay"]:
+            value = torch.where(opposed(update, whole), whole, value)
         commit.write(shard.parameter, value.add_(update, alpha=scale))
 
     def prepare_all(
@@ -164,7 +170,10 @@ class MuonRule(UpdateRule):
                 if kind not in factors:
                     factors[kind] = _factors(shard)
                 keep, scale = factors[kind]
-                together.append(elementwise.Application(shard.parameter, update, keep, scale))
+                cautious = shard.group["cautious_weight_decay"]
+                together.append(
+                    elementwise.Application(shard.parameter, update, keep, scale, cautious)
+                )
             else:
                 super().apply_all([shard], [update], [stats], commit)
         elementwise.apply_many(together, commit)

@@ -202,7 +202,7 @@ def _line(axes: Any, losses: Sequence[tuple[float, float | None]], colour: str, 
 
 
 def _is_swept(run: Mapping[str, Any], name: str) -> bool:
-    return run["stage"] == "sweep" and run["name"] == name
+    return bool(run["stage"] == "sweep" and run["name"] == name)
 
 
 def _key(point: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -56,6 +56,7 @@ class MuonGroups(Section):
 
     lr: peak learning rate; the schedule scales it.
     weight_decay: decoupled decay, multiplied by the learning rate.
+    cautious_weight_decay: decay only elements that the update moves towards zero, or leaves alone.
     momentum: share of the old momentum that is kept.
     nesterov: look one step ahead along the momentum.
     ns_coefficients: a, b, c of the Newton-Schulz polynomial, or the name of a preset.
@@ -71,6 +72,7 @@ class MuonGroups(Section):
 
     lr: NotNegative = 1e-3
     weight_decay: NotNegative = 0.1
+    cautious_weight_decay: bool = False
     momentum: Decay = 0.95
     nesterov: bool = True
     ns_coefficients: Preset | tuple[Finite, Finite, Finite] = "keller"
@@ -90,12 +92,15 @@ class AdamWGroups(Section):
     betas: decay of the averages of the gradient and of its square.
     eps: added to the root of the averaged square.
     weight_decay: decoupled decay of embeddings, heads and matrices; norms and biases have none.
+    cautious_weight_decay: decay only elements that the update moves towards zero, or leaves alone;
+        not with optimizer.name: adamw.
     """
 
     lr: NotNegative = 1e-3
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: NotNegative = 1e-8
     weight_decay: NotNegative = 0.01
+    cautious_weight_decay: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +123,11 @@ class OptimizerSection(Section):
     def check(self) -> None:
         if self.name == "adamw" and (self.to_muon or self.to_adamw):
             raise ValueError("name: got 'adamw' with to_muon or to_adamw, expected 'muon'")
+        if self.name == "adamw" and self.adamw.cautious_weight_decay:
+            raise ValueError(
+                "adamw.cautious_weight_decay: got true with name 'adamw', expected false:"
+                " torch.optim.AdamW does not have it"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

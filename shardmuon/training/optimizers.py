@@ -85,12 +85,12 @@ def _groups(model: nn.Module, config: OptimizerSection) -> ParamGroups:
 def _all_adamw(groups: ParamGroups, config: OptimizerSection) -> list[dict[str, Any]]:
     """The same groups with the matrices under AdamW too, where they decay."""
     settings = dataclasses.asdict(config.adamw)
-    return [
-        {"params": group["params"], **settings}
-        if group["algorithm"] == "muon"
-        else {key: value for key, value in group.items() if key != "algorithm"}
-        for group in groups
-    ]
+    made = []
+    for group in groups:
+        keys = {"params": group["params"], **settings} if group["algorithm"] == "muon" else group
+        ours = ("algorithm", "cautious_weight_decay")
+        made.append({key: value for key, value in keys.items() if key not in ours})
+    return made
 
 
 def _muon_settings(config: MuonGroups) -> dict[str, Any]:

@@ -226,6 +226,7 @@ def test_names_must_be_unique_without_their_wrappers() -> None:
         ("ns_coefficients", [(2.0, -1.5, 0.5), (1.5, -0.5, 0.0)] * 3, (6, 4)),
         ("eps", None, (6, 4)),
         ("adjust_lr_fn", "spectral", (6, 4)),
+        ("cautious_weight_decay", True, (6, 4)),
     ],
 )
 def test_to_torch_refuses_what_torch_cannot_express(
@@ -236,6 +237,18 @@ def test_to_torch_refuses_what_torch_cannot_express(
     optimizer = shardmuon.Muon([{"params": list(model.named_parameters()), **structure}])
     with pytest.raises(ValueError, match=f"odd .*{key}.*torch.optim.Muon"):
         to_torch(model, optimizer)
+
+
+def test_to_torch_refuses_cautious_decay_of_adamw_too() -> None:
+    model = nn.ParameterDict({"odd": nn.Parameter(torch.ones(3))})
+    group = {"params": list(model.named_parameters()), "algorithm": "adamw"}
+    optimizer = shardmuon.Muon([{**group, "cautious_weight_decay": True}])
+    with pytest.raises(ValueError, match=r"odd .*cautious_weight_decay=True.*torch\.optim\.AdamW"):
+        to_torch(model, optimizer)
+    optimizer.param_groups[0]["cautious_weight_decay"] = False
+    _, adamw = to_torch(model, optimizer)
+    assert adamw is not None
+    assert "cautious_weight_decay" not in adamw["param_groups"][0]
 
 
 def test_to_torch_spells_out_a_preset_of_one_triple() -> None:

@@ -85,6 +85,7 @@ def weights(draw: st.DrawFn, mesh: tuple[int, ...]) -> Weight:
     shape, keys = draw(structures())
     keys["algorithm"] = draw(st.sampled_from(["muon", "muon", "normuon"]))
     keys["adjust_lr_fn"] = draw(st.sampled_from([None, "match_rms_adamw", "spectral"]))
+    keys["cautious_weight_decay"] = draw(st.booleans())
     keys["momentum_dtype"] = draw(st.sampled_from([None, None, torch.float32, torch.bfloat16]))
     return Weight(
         shape=shape,

@@ -43,7 +43,7 @@ def optimizer_of(p: nn.Parameter, block: Block, **keys: Any) -> shardmuon.Muon:
 
 def train(p: nn.Parameter, optimizer: shardmuon.Muon, steps: range) -> None:
     for step in steps:
-        p.grad = torch.from_numpy(reference.gradient(*p.shape, step)).float()
+        p.grad = torch.from_numpy(reference.gradient(p.shape[0], p.shape[1], step)).float()
         optimizer.step()
 
 

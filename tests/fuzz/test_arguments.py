@@ -28,6 +28,7 @@ OTHER_DTYPES = [torch.complex64, torch.int32, torch.bool, torch.float8_e4m3fn]
 VALID: dict[str, list[Any]] = {
     "lr": [0.0, 0.1, 1, torch.tensor(0.1), torch.tensor([0.1]), 1e30],
     "weight_decay": [0.0, 0.1, 1e30, torch.tensor(0.1)],
+    "cautious_weight_decay": [True, False],
     "momentum": [0.0, 0.9, 0.9999999],
     "nesterov": [True, False],
     "ns_coefficients": [
@@ -45,6 +46,13 @@ VALID: dict[str, list[Any]] = {
     "adjust_lr_fn": [None, "original", "match_rms_adamw", "spectral"],
     "ns_dtype": [None, torch.float32, torch.bfloat16],
     "momentum_dtype": [None, torch.float32, torch.bfloat16, torch.float64],
+    "momentum_warmup": [0, 3],
+    "momentum_start": [0.0, 0.5],
+    "ns_period": [1, 2],
+    "ns_block": [None, (1, None), (2, 3), [None, 2]],
+    "step": [0, 1, 7],
+    "algorithm": ["muon", "normuon"],
+    "beta2": [0.0, 0.9],
 }
 STRUCTURE: dict[str, list[Any]] = {
     "split_sizes": [None, [1, 2], (3, 3), [2, 2]],
@@ -57,6 +65,7 @@ ADAMW: dict[str, list[Any]] = {
     "betas": [(0.9, 0.99), [0, 0.5]],
     "eps": [0, 1e-8],
     "weight_decay": VALID["weight_decay"],
+    "cautious_weight_decay": [True, False],
 }
 STRANGE_KEYS = ["weight_decy", "initial_lr", "amsgrad", "maximize", "betas", "foreach", 3, None]
 

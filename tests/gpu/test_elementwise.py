@@ -38,6 +38,7 @@ def shards(parameter: torch.dtype, buffer: torch.dtype, place: str, **group: Any
     settings = {
         "lr": 0.02,
         "weight_decay": 0.1,
+        "cautious_weight_decay": False,
         "momentum": 0.95,
         "nesterov": True,
         "adjust_lr_fn": None,
@@ -97,6 +98,39 @@ def test_bits_are_those_of_one_by_one(
             else:
                 large = [pair for pair in zip(ours[1:], before, strict=True) if len(pair[0]) > 1]
                 assert not any(torch.equal(a, b) for a, b in large)
+
+
+@pytest.mark.parametrize("place", ["alone", "shifted", "odd columns"])
+@pytest.mark.parametrize("word", [None, True, False])
+@pytest.mark.parametrize("parameter", HALVES)
+def test_bits_of_cautious_decay_are_those_of_one_by_one(
+    parameter: torch.dtype, word: bool | None, place: str
+) -> None:
+    commit = Commit(None if word is None else torch.tensor(word, device="cuda"))
+    for wire in HALVES:
+        results = {}
+        for cautious in (True, False):
+            options = {"cautious_weight_decay": cautious, "weight_decay": 10.0}
+            one, other = (shards(parameter, torch.float32, place, **options) for _ in range(2))
+            results[cautious] = run(one, wire, commit, together=True)
+            theirs = run(other, wire, commit, together=False)
+            for mine, right in zip(results[cautious], theirs, strict=True):
+                assert torch.equal(mine.nan_to_num(7.0), right.nan_to_num(7.0))
+        parameters = [results[cautious][1::2] for cautious in (True, False)]
+        for with_mask, without in list(zip(*parameters, strict=True))[1:]:
+            assert torch.equal(with_mask, without) == (word is False)
+
+
+def test_groups_that_decay_otherwise_take_a_launch_each() -> None:
+    """One call with both kinds, in turn."""
+    results = []
+    for together in (True, False):
+        some = shards(torch.float32, torch.float32, "alone", weight_decay=10.0)
+        for i, shard in enumerate(some):
+            shard.group["cautious_weight_decay"] = i % 2 == 0  # type: ignore[index]
+        results.append(run(some, torch.bfloat16, Commit(), together))
+    for mine, right in zip(*results, strict=True):
+        assert torch.equal(mine.nan_to_num(7.0), right.nan_to_num(7.0))
 
 
 def test_a_refused_step_keeps_nan_out() -> None:

@@ -72,7 +72,7 @@ class Other:
     """One rule for matrices. scale: of (rows, cols). margin: factor on the norm.
 
     sums: M <- mu M + G and G + mu M; else the averages of both. clamps: the norm is at least eps,
-    else eps is added.
+    else eps is added. cautious: decay spares elements that the update makes larger.
     """
 
     lr: float
@@ -85,6 +85,7 @@ class Other:
     eps: float = 1e-7
     margin: float = 1.0
     clamps: bool = False
+    cautious: bool = False
 
     def _divisor(self, norm: float) -> float:
         wide = norm * self.margin
@@ -99,7 +100,8 @@ class Other:
             m = self.mu * m + (1 - self.mu) * g
             u = (1 - self.mu) * g + self.mu * m if self.nesterov else m
         update = orthogonalize(u, self.triples, self._divisor)
-        p = p * (1 - self.lr * self.decay)
+        decays = update * p >= 0 if self.cautious else np.ones_like(p)
+        p = p * (1 - self.lr * self.decay * decays)
         return p - self.lr * self.scale(*p.shape) * update, m
 
     def run(self, p: Array, gradients: Sequence[Array], m: Array | None = None) -> list[Array]:
@@ -132,13 +134,17 @@ def one(rows: int, cols: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Adam:
-    """AdamW. early_eps: eps is added before the second moment's bias correction."""
+    """AdamW. early_eps: eps is added before the second moment's bias correction.
+
+    cautious: as of `Other`.
+    """
 
     lr: float
     betas: tuple[float, float]
     eps: float
     decay: float
     early_eps: bool = False
+    cautious: bool = False
 
     def run(self, p: Array, gradients: Sequence[Array], done: int = 0) -> list[Array]:
         """[parameter, first moment, second moment] after all gradients, from zero moments."""
@@ -153,7 +159,9 @@ class Adam:
                 if self.early_eps
                 else (np.sqrt(two) / root + self.eps)
             )
-            p = p * (1 - self.lr * self.decay) - self.lr * one / (1 - b1**t) / denominator
+            decays = one * p >= 0 if self.cautious else np.ones_like(p)
+            p = p * (1 - self.lr * self.decay * decays)
+            p = p - self.lr * one / (1 - b1**t) / denominator
         return [p, one, two]
 
 

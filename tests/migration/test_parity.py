@@ -51,7 +51,7 @@ def _torch(nesterov: bool, decay: float) -> tuple[Other, migration.Migration]:
     return rule, mapped
 
 
-def _dion(adjust_lr: str | None, express: bool) -> Case:
+def _dion(adjust_lr: str | None, express: bool, cautious: bool = False) -> Case:
     scales = {"spectral_norm": others.aspect, "rms_norm": others.moonlight, None: others.one}
 
     def case(nesterov: bool, decay: float) -> tuple[Other, migration.Migration]:
@@ -60,6 +60,7 @@ def _dion(adjust_lr: str | None, express: bool) -> Case:
             mu=0.9,
             weight_decay=decay,
             nesterov=nesterov,
+            cautious_wd=cautious,
             adjust_lr=adjust_lr,
             use_polar_express=express,
         )
@@ -72,6 +73,7 @@ def _dion(adjust_lr: str | None, express: bool) -> Case:
             scale=scales[adjust_lr],
             eps=1e-8,
             margin=1.02 if express else 1.0,
+            cautious=cautious,
         )
         return rule, mapped
 
@@ -130,6 +132,7 @@ CASES: dict[str, Case] = {
     "dion spectral_norm": _dion("spectral_norm", True),
     "dion rms_norm": _dion("rms_norm", False),
     "dion None": _dion(None, False),
+    "dion cautious_wd": _dion("spectral_norm", True, cautious=True),
     "megatron spectral": _nvidia("spectral", "quintic", 0.2),
     "megatron unit_rms_norm": _nvidia("unit_rms_norm", "polar_express", 0.5),
     "megatron shape_scaling": _nvidia("shape_scaling", "simple", 3.0),
@@ -183,7 +186,9 @@ def test_and_so_they_are_in_bfloat16(name: str) -> None:
     groups = mapped.groups([{"params": parameters()}])
     assert all(group["ns_dtype"] == torch.bfloat16 for group in groups)
     found = errors(rule, ours(groups, None))
-    assert max(found) < HALF, found
+    # Where bfloat16 turns the sign of a small element of the update, it decays or not. Plain decay
+    # errs by more than 0.5.
+    assert max(found) < (0.1 if rule.cautious else HALF), found
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("torch", "keller")])

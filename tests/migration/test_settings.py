@@ -76,6 +76,12 @@ def test_where_one_setting_serves_all_shapes_muon_gives_it() -> None:
             _ = moved.muon
 
 
+def test_cautious_decay_of_dion_is_that_of_both_algorithms() -> None:
+    for cautious in (True, False):
+        for group in migration.from_dion(cautious_wd=cautious).groups(param_groups(Model())):
+            assert group["cautious_weight_decay"] is cautious
+
+
 @pytest.mark.parametrize("factor", [1.0, 0.5])
 def test_spectral_is_their_unit_rms_norm_and_not_their_spectral(factor: float) -> None:
     """One group for tall, wide and square matrices; an extra factor goes to lr and decay."""
@@ -158,7 +164,6 @@ def test_convolutions_of_keller_take_the_scale_of_their_kernel() -> None:
     ("call", "message"),
     [
         (lambda: migration.from_dion(adjust_lr="rms"), "adjust_lr must be one of"),
-        (lambda: migration.from_dion(cautious_wd=True), "cautious_wd=True cannot be mapped"),
         (lambda: migration.from_dion(mu=1.5), "momentum must be a number in"),
         (lambda: migration.from_torch(adjust_lr_fn="spectral"), "adjust_lr_fn of torch.optim.Muon"),
         (lambda: migration.from_keller(adam={"amsgrad": True}), "'amsgrad', which cannot be"),
@@ -217,7 +222,7 @@ def test_groups_that_contradict_the_source_are_refused() -> None:
     assert migration.from_torch().groups([{**adamw, "lr": 1e-3}]) == [{**adamw, "lr": 1e-3}]
 
 
-@pytest.mark.parametrize("names", ["moonlight", "dion", "keller"])
+@pytest.mark.parametrize("names", ["moonlight", "dion", "dion cautious", "keller"])
 def test_a_run_of_another_optimizer_is_continued(names: str) -> None:
     """Their state after three steps, loaded here, gives their next three steps."""
     model = Model()
@@ -228,11 +233,18 @@ def test_a_run_of_another_optimizer_is_continued(names: str) -> None:
     )
     adam = Adam(lr=0.01, betas=(0.9, 0.95), eps=1e-8, decay=decay, early_eps=True)
     moved = migration.from_moonlight(lr=0.01, wd=decay, momentum=0.9)
-    if names == "dion":
+    if "dion" in names:
+        cautious = "cautious" in names
         moved = migration.from_dion(
-            mu=0.9, weight_decay=decay, nesterov=True, adjust_lr="rms_norm", use_polar_express=False
+            mu=0.9,
+            weight_decay=decay,
+            cautious_wd=cautious,
+            nesterov=True,
+            adjust_lr="rms_norm",
+            use_polar_express=False,
         )
-        matrix, adam = replace(matrix, triples=others.YOU), replace(adam, early_eps=False)
+        matrix = replace(matrix, triples=others.YOU, cautious=cautious)
+        adam = replace(adam, early_eps=False, cautious=cautious)
     elif names == "keller":
         adam = replace(adam, eps=1e-10, early_eps=False)
         moved = migration.from_keller(0.01, decay, 0.9, adam={"lr": 0.01, "weight_decay": decay})
@@ -271,7 +283,7 @@ def test_a_run_of_another_optimizer_is_continued(names: str) -> None:
 
 def _their_state(names: str, tensors: list[Tensor]) -> dict[str, Any]:
     """State of a parameter under the keys of that implementation."""
-    if names == "dion":
+    if "dion" in names:
         return dict(zip(("momentum", "variance"), tensors, strict=False))
     if len(tensors) == 1:
         return {"momentum_buffer": tensors[0], "use_muon": True}

@@ -32,6 +32,11 @@ BAD: list[tuple[str, Any]] = [
     ("ns_dtype", torch.float16),
     ("ns_dtype", "bfloat16"),
     ("momentum_dtype", torch.int32),
+    ("cautious_weight_decay", 1),
+    ("momentum_warmup", 1.5),
+    ("ns_period", 0),
+    ("ns_block", (1, 2, 3)),
+    ("step", -1),
 ]
 BAD_ADAMW: list[tuple[str, Any]] = [
     ("lr", -1),
@@ -40,6 +45,7 @@ BAD_ADAMW: list[tuple[str, Any]] = [
     ("betas", (-0.1, 0.9)),
     ("eps", -1.0),
     ("weight_decay", -0.01),
+    ("cautious_weight_decay", "yes"),
 ]
 
 

@@ -58,7 +58,9 @@ def check_copies() -> None:
 def check_elementwise() -> None:
     """What one launch does to many shards is what the rule does to one, but for fused rounding."""
     sizes = (1, 5, 3000, 4096)
-    for word, columns in itertools.product((None, True, False), (False, True)):
+    for word, columns, cautious in itertools.product(
+        (None, True, False), (False, True), (False, True)
+    ):
         commit = Commit(None if word is None else torch.tensor(word))
         for nesterov in (True, False):
             gradients, momenta, parameters = ([part(s, columns) for s in sizes] for _ in range(3))
@@ -67,6 +69,7 @@ def check_elementwise() -> None:
                 "nesterov": nesterov,
                 "lr": 0.1,
                 "weight_decay": 0.5,
+                "cautious_weight_decay": cautious,
                 "adjust_lr_fn": None,
             }
             shards = [
@@ -87,7 +90,7 @@ def check_elementwise() -> None:
             )
             elementwise.apply_many(
                 [
-                    elementwise.Application(p, u, 0.95, -0.1)
+                    elementwise.Application(p, u, 0.95, -0.1, cautious)
                     for p, u in zip(parameters, updates, strict=True)
                 ],
                 commit,

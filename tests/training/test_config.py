@@ -54,6 +54,14 @@ def test_numbers_are_numbers(tmp_path: Path, text: str, value: float) -> None:
     assert type(config.optimizer.muon.lr) is float
 
 
+def test_cautious_decay_of_torchs_adamw_is_refused(tmp_path: Path) -> None:
+    """Under Muon both kinds of groups take it."""
+    text = "optimizer:\n  adamw: {cautious_weight_decay: true}\n"
+    assert load(write(tmp_path, text)).optimizer.adamw.cautious_weight_decay
+    message = refusal(tmp_path, text, "optimizer.name=adamw")
+    assert "optimizer.adamw.cautious_weight_decay: got true with name 'adamw'" in message
+
+
 def test_zeros_are_kept(tmp_path: Path) -> None:
     """Zero is a value, not an unset key."""
     text = """
