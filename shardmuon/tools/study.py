@@ -24,6 +24,7 @@ from shardmuon.tools.study_config import Study, load_study
 from shardmuon.tools.study_plan import STAGES, Numbers, Task, plan
 from shardmuon.tools.study_pool import Pool
 from shardmuon.tools.study_summary import summarize
+from shardmuon.tools.study_tables import settings
 from shardmuon.training import run as training
 from shardmuon.training.load import ConfigError, as_tree
 
@@ -185,14 +186,13 @@ class _Progress:
         """Take one result."""
         self.done += 1
         self.results.add(task, numbers)
-        point = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in task.point.items())
-        share = "" if task.share == 1 else f" {task.share:g} of the steps"
+        share = "" if task.share == 1 else f", {task.share:g} of the steps"
         said = f"loss {numbers['loss']:.4f}" if numbers["loss"] is not None else numbers["status"]
         if numbers["status"] == "failed":
             said += f": {numbers['error']}"
         print(
             f"[{time.monotonic() - self.clock.began:6.0f} s] {self.done}/{self.count}"
-            f" {task.stage}: {task.name} {point}{share} seed {task.seed}: {said}"
+            f" {task.stage}: {task.name} ({settings(task.point)}{share}, seed {task.seed}): {said}"
             f" ({numbers.get('seconds') or 0:.0f} s)",
             flush=True,
         )

@@ -59,7 +59,8 @@ class Study:
     sweep: method -> key path -> values; all combinations are run. Methods have equally many.
     sweep_seed: seed of the sweep; not one of `seeds`, so that no result is a lucky pick.
     seeds: of all runs after the sweep. A seed sets weights and order of data, for all methods.
-    method, baseline: the method under study, and the one that it is compared with.
+    method: the one under study.
+    baseline: the method that it is compared with.
     drop_in: method -> where it takes its values from.
     variants: name -> overrides on top of the best point of `method`.
     shorter: shares of the steps for which the best point of `method` is trained again, with its

@@ -135,8 +135,9 @@ def _ends(panels: Sequence[Any], whole: Whole) -> None:
     baseline, method = study.get("baseline", "adamw"), study.get("method", "muon")
     target, colours = summary["shorter"]["target"], _colours(whole)
     if target is not None:
-        for axes in panels:
-            axes.axhline(target, color=colours[baseline], linewidth=0.9, linestyle="--")
+        for number, axes in enumerate(panels):
+            label = None if number else f"{baseline}, final loss"
+            axes.axhline(target, color=colours[baseline], lw=0.9, linestyle="--", label=label)
     runs = _runs(whole, method, "shorter")
     ms = summary["methods"][method]["ms"]
     for axes, unit in zip(panels, (1.0, (ms or {}).get("step", 0.0) / 1e3), strict=False):
@@ -202,7 +203,7 @@ def _line(axes: Any, losses: Sequence[tuple[float, float | None]], colour: str, 
 
 
 def _is_swept(run: Mapping[str, Any], name: str) -> bool:
-    return bool(run["stage"] == "sweep" and run["name"] == name)
+    return (run["stage"], run["name"]) == ("sweep", name)
 
 
 def _key(point: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -245,7 +246,7 @@ def _variants(whole: Whole) -> Any:
         if losses:
             axes.plot(statistics.fmean(losses), row, "|", color="black", ms=15)
     axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
+    axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlabel(
         "final validation loss, nats per token: a dot for each seed, a tick for the mean"
     )

@@ -90,9 +90,12 @@ def find_best(values: Mapping[str, Sequence[Any]], losses: Sequence[float | None
 def plan(study: Study, folder: Path, done: Mapping[str, Numbers]) -> dict[str, list[Task]]:
     """Tasks of each stage, as far as they are known: later ones wait for the sweep.
 
-    folder: of the study. done: numbers of finished runs by key. Raises ConfigError.
+    folder: of the study. done: numbers of finished runs by key. Raises ConfigError, also for
+    overrides that are only needed later.
     """
     make = _Maker(study, folder)
+    for overrides in study.variants.values():
+        configure(study, study.method, overrides)
     stages: dict[str, list[Task]] = {stage: [] for stage in STAGES}
     points: dict[str, Overrides] = {}
     for name, values in study.sweep.items():
