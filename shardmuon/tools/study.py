@@ -166,7 +166,7 @@ class _Clock:
         paces = [
             each["seconds"] / each["steps"]
             for each in results.numbers.values()
-            if each.get("seconds") and each.get("steps", 0) > 1
+            if each["stage"] != "timing" and each.get("seconds") and each.get("steps", 0) > 1
         ]
         steps = min(task.config.schedule.stop_at or math.inf, task.config.schedule.steps)
         expected_s = max(paces[-16:], default=0.0) * steps
