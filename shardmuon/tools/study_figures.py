@@ -93,7 +93,7 @@ def _loss(whole: Whole) -> Any:
         ncols=2,
         frameon=False,
         alignment="left",
-        title=f"{whole['name']}: thick: mean of validation, band: range of seeds, thin: training",
+        title=f"{whole['name']}: mean of the seeds, and their range as a band",
     )
     return figure
 
@@ -106,14 +106,13 @@ def _legend(name: str, loss: Mapping[str, Any]) -> str:
 def _curves(
     axes: Any, runs: Sequence[Mapping[str, Any]], unit: float, colour: str, label: str | None
 ) -> tuple[float, float]:
-    """Draw one method; its loss early in training, and its least."""
+    """Draw one method; its training loss early on, and its least loss."""
     xs, mean, low, high = _band([run["validation"] for run in runs])
     axes.fill_between([x * unit for x in xs], low, high, color=colour, alpha=0.25, linewidth=0)
     axes.plot(
         [x * unit for x in xs], mean, color=colour, linewidth=1.8, marker="o", ms=3.5, label=label
     )
     steps, losses, _, _ = _band([run["curve"] for run in runs])
-    axes.plot([x * unit for x in steps], losses, color=colour, linewidth=0.8, alpha=0.5)
     early = next(y for x, y in zip(steps, losses, strict=True) if x >= _SHOWN_FROM * steps[-1])
     return early, min(low)
 

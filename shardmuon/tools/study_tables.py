@@ -135,10 +135,11 @@ def _methods(whole: Whole) -> str:
         elif name == _baseline(whole):
             steps = "100%"
         star = " *" if found.get("border") else ""
+        drop_in = (study.get("drop_in") or {}).get(name)
         rows.append(
             [
                 name,
-                settings(found["point"]) + star,
+                f"those of {drop_in['from']}" if drop_in else settings(found["point"]) + star,
                 _spread(found["loss"], 4),
                 _spread(found["bits_per_byte"], 4),
                 _ms(found),
@@ -196,7 +197,7 @@ def _ms(found: Mapping[str, Any]) -> str:
 
 def _steps(shorter: Mapping[str, Any]) -> str:
     if shorter["share"] is None:
-        return "not reached"
+        return "not reached" if shorter["points"] and shorter["target"] is not None else "-"
     return f"{'at most ' if shorter['at_most'] else ''}{shorter['share']:.0%}"
 
 
@@ -223,7 +224,9 @@ def _sentences(whole: Whole) -> str:
         f"{name} against {found['against']['name']}: {_difference(found['against'])}"
         f" ({found['against']['n']} pairs)."
         for name, found in methods.items()
-        if found["stage"] != "variants" and name != found["against"]["name"]
+        if found["stage"] != "variants"
+        and name != found["against"]["name"]
+        and found["against"]["n"]
     ]
     lines += _cost(whole)
     for name, found in methods.items():
