@@ -162,4 +162,6 @@ def test_constructor_starts_like_that_of_torch() -> None:
     assert [(p.name, p.default) for p in ours[: len(theirs)]] == [
         (p.name, p.default) for p in theirs
     ]
-    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in ours[len(theirs) :])
+    *own, further = ours[len(theirs) :]
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in own)
+    assert further.kind is inspect.Parameter.VAR_KEYWORD
