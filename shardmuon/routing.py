@@ -89,6 +89,10 @@ def param_groups(
     _check_patterns("to_muon", to_muon, uses)
     _check_patterns("to_adamw", to_adamw, uses)
     heads = heads_of(model)
+    named = {
+        MUON: (muon or {}).get("algorithm", MUON),
+        ADAMW: (adamw or {}).get("algorithm", ADAMW),
+    }
     routed: list[Routed] = []
     groups: dict[Kind, list[tuple[str, Tensor]]] = {}
     for parameter, use in uses.items():
@@ -96,11 +100,11 @@ def param_groups(
         rule, reason = _overridden(name, parameter, to_muon, to_adamw) or default_rule(
             parameter, use, heads
         )
-        routed.append(Routed(name, tuple(parameter.shape), rule, reason))
+        routed.append(Routed(name, tuple(parameter.shape), named[rule], reason))
         decays = rule == MUON or parameter.ndim >= 2
         kind = (rule, decays, rule == MUON and all(each.is_transposed for each in use))
         groups.setdefault(kind, []).append((name, parameter))
-    if not any(each.rule == MUON for each in routed):
+    if not any(rule == MUON for rule, _, _ in groups):
         raise ValueError(
             "no parameter takes Muon: the model has no 2-D weight of a hidden nn.Linear (flattened"
             " FSDP1 parameters have none); name matrices with to_muon=[...]"

@@ -57,7 +57,8 @@ def to_torch(model: nn.Module, optimizer: Muon) -> tuple[StateDict | None, State
 
     Raises ValueError, with the parameter and the key, for what `torch.optim.Muon` cannot express:
     split_sizes, num_heads, transposed, flatten, stacks of matrices, a triple per step, eps=None,
-    adjust_lr_fn="spectral"; and for cautious_weight_decay=True, in adamw groups too.
+    adjust_lr_fn="spectral"; for cautious_weight_decay=True, in adamw groups too; and for groups of
+    other algorithms than muon and adamw.
     """
     optimizer.state_dict()  # makes state that is still missing; has no other effect
     groups = _name_groups(_parameters(model), optimizer)
@@ -95,8 +96,9 @@ def from_torch(
     model: holds all parameters of `optimizer`; one under FSDP2 is resharded.
 
     Raises ValueError, by name and with nothing changed, if parameters are missing or unexpected, if
-    a shape, a placement, a setting or the kind of state does not fit, or if one of our groups would
-    need two values of a setting. A cast to the dtype that state has here is a warning.
+    a shape, a placement, a setting or the kind of state does not fit, if one of our groups would
+    need two values of a setting, or if one has another algorithm than muon and adamw. A cast to the
+    dtype that state has here is a warning.
     """
     optimizer.state_dict()  # makes state that is still missing; has no other effect
     named = _parameters(model)
@@ -128,7 +130,10 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _name_groups(named: Mapping[str, Tensor], optimizer: Muon) -> list[_Members]:
-    """All groups with the FQNs that the model gives; of a tied parameter the first."""
+    """All groups with the FQNs that the model gives; of a tied parameter the first.
+
+    ValueError for a parameter that is not the model's, or an algorithm that is not torch's.
+    """
     fqns: dict[Tensor, str] = {}
     for fqn, parameter in named.items():
         fqns.setdefault(parameter, fqn)
@@ -144,7 +149,14 @@ def _name_groups(named: Mapping[str, Tensor], optimizer: Muon) -> list[_Members]
             f"the model does not have these parameters of the optimizer: {some(unknown)}; build the"
             " optimizer after the model is wrapped"
         )
-    return [_Members(group, [fqns[p] for p in group["params"]]) for group in groups]
+    members = [_Members(group, [fqns[p] for p in group["params"]]) for group in groups]
+    for group, names in members:
+        if group["algorithm"] not in _CLASSES:
+            raise ValueError(
+                f"{names[0] if names else 'a group'} has algorithm={group['algorithm']!r}, for"
+                " which torch has no optimizer; use shardmuon.checkpoint.Checkpointer"
+            )
+    return members
 
 
 def _pack(algorithm: str, groups: Sequence[_Members], optimizer: Muon) -> StateDict | None:

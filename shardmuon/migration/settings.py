@@ -73,9 +73,9 @@ class Migration:
     """Settings of another implementation as ours.
 
     source: its name. keys: of muon groups, with lr and weight_decay as they are there and without
-    the scale. adamw: keys of adamw groups, empty where the source has no AdamW. scale: the factor
-    on its updates. sums: its momentum is mu M + G, which is 1 / (1 - mu) times ours.
-    notes: what else differs, in sentences.
+    the scale. adamw: keys of adamw groups, empty where the source has no AdamW; with `algorithm`,
+    they take that rule instead. scale: the factor on its updates. sums: its momentum is mu M + G,
+    which is 1 / (1 - mu) times ours. notes: what else differs, in sentences.
     """
 
     source: str
@@ -87,7 +87,7 @@ class Migration:
 
     def __post_init__(self) -> None:
         for algorithm, keys in ((MUON, self.keys), (ADAMW, self.adamw)):
-            check_settings(complete_group({**keys, "algorithm": algorithm}, {}))
+            check_settings(complete_group({"algorithm": algorithm, **keys}, {}))
 
     @property
     def muon(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ class Migration:
                     f"{self.source} has no AdamW: give adamw groups an lr of their own"
                 )
             else:
-                made.append({**self.adamw, **group})
+                made.append({**self.adamw, **group, **self._rule_of_the_rest})
         return made
 
     def states(
@@ -137,7 +137,8 @@ class Migration:
         those given.
 
         Returns (muon_state, adamw_state), None where no group of that kind is. Raises ValueError
-        for a parameter without a name or state, or AdamW state without a step.
+        for a parameter without a name or state, AdamW state without a step, or a group of another
+        algorithm.
         """
         files: dict[str, list[tuple[str, dict[str, Any], dict[str, Any]]]] = {MUON: [], ADAMW: []}
         for group in optimizer.param_groups:
@@ -145,6 +146,11 @@ class Migration:
             names = group.get("param_names")
             if names is None:
                 raise ValueError("the optimizer has parameters without names; see param_groups")
+            if group["algorithm"] not in files:
+                raise ValueError(
+                    f"{names[0] if names else 'a group'} has algorithm={group['algorithm']!r};"
+                    " state is converted for muon and adamw only"
+                )
             for name in names:
                 if name not in states:
                     raise ValueError(f"there is no state of {name}")
@@ -154,6 +160,10 @@ class Migration:
                     state = _moments(name, states[name], step)
                 files[group["algorithm"]].append((name, kept, state))
         return _state_dict(files[MUON]), _state_dict(files[ADAMW])
+
+    @property
+    def _rule_of_the_rest(self) -> dict[str, Any]:
+        return {key: value for key, value in self.adamw.items() if key == "algorithm"}
 
     def _scaled(self, ratio: float) -> dict[str, Any]:
         """Keys of a muon group whose matrices get `ratio` times our scale."""

@@ -145,12 +145,14 @@ def from_dion(  # noqa: PLR0913  (its arguments)
     nesterov: bool = False,
     adjust_lr: str | None = "spectral_norm",
     use_polar_express: bool = True,
+    rest: str = "adamw",
 ) -> Migration:
-    """`dion.Muon` (microsoft/dion, dion/muon.py, megabatch_base.py, polar_express.py).
+    """`dion.Muon` (microsoft/dion, muon.py, megabatch_base.py, scalar_opts.py, polar_express.py).
 
     cautious_wd: the same mask as ours, for matrices and under AdamW (scalar_opts.py).
-    use_polar_express: False also for versions without this argument. Groups of algorithm "lion",
-    newton_schulz_func and use_gram_newton_schulz cannot be mapped; use_triton has no meaning here.
+    use_polar_express: False also for versions without this argument. rest: `algorithm` of its
+    groups that are not "muon": "adamw" or "lion". newton_schulz_func and use_gram_newton_schulz
+    cannot be mapped; use_triton has no meaning here.
     """
     scales = {"spectral_norm": Scale("spectral"), "rms_norm": Scale("rms", 0.2), None: Scale("one")}
     if adjust_lr not in scales:
@@ -158,10 +160,12 @@ def from_dion(  # noqa: PLR0913  (its arguments)
     keys = _keys(lr, weight_decay, mu, nesterov, epsilon, sums=True)
     keys["ns_coefficients"] = "polar_express" if use_polar_express else "you"
     decay = {"weight_decay": weight_decay, "cautious_weight_decay": cautious_wd}
+    others = {"lr": lr, "betas": betas, **decay}
+    others |= _choice("rest", rest, {ADAMW: {"eps": epsilon}, "lion": {"algorithm": "lion"}})
     return Migration(
         source="dion.Muon",
         keys={**keys, **decay, "ns_steps": 5},
-        adamw={"lr": lr, "betas": betas, "eps": epsilon, **decay},
+        adamw=others,
         scale=scales[adjust_lr],
         sums=True,
         notes=(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from shardmuon.groups import ADAMW, ALGORITHMS, MUON, Algorithm
 from shardmuon.rules.adamw import AdamWRule
 from shardmuon.rules.base import Commit, ElementRule, ElementShard, Shard, UpdateRule
+from shardmuon.rules.lion import LionRule
 from shardmuon.rules.muon import MuonRule
 from shardmuon.rules.normuon import NorMuonRule
 
@@ -48,3 +49,4 @@ def register(algorithm: str, rule: UpdateRule | ElementRule) -> None:
 register(MUON, MuonRule())
 register("normuon", NorMuonRule())
 register(ADAMW, AdamWRule())
+register("lion", LionRule())

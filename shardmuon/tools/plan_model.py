@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from shardmuon.groups import MUON
 from shardmuon.orthogonalize.coefficients import schedule_of
 from shardmuon.planning.cost import newton_schulz_flops
 from shardmuon.planning.cut import cut_parameter
@@ -23,6 +22,7 @@ from shardmuon.planning.plan import Plan
 from shardmuon.planning.planner import LARGEST_BUCKET, Freedom, make_plan
 from shardmuon.planning.report import table
 from shardmuon.planning.simulation import Simulation, simulate
+from shardmuon.rules import RULES
 from shardmuon.tools import picture
 from shardmuon.tools.sources import Source
 from shardmuon.training.load import ConfigError
@@ -90,7 +90,8 @@ def planned(source: Source, options: Options, shape: Shape) -> tuple[Plan, Simul
     layout = Layout(mesh, (Split(1, 0),))
     matrices = []
     for listed in source.parameters:
-        if listed.keys["algorithm"] != MUON:
+        rule = RULES.get(listed.keys["algorithm"])
+        if rule is None:
             continue
         keys = {key: listed.keys[key] for key in STRUCTURAL if key in listed.keys}
         for suffix, cut in cut_parameter(listed.shape, **keys):
@@ -109,7 +110,9 @@ def planned(source: Source, options: Options, shape: Shape) -> tuple[Plan, Simul
                     cost,
                     method=method,
                     segments=SEGMENTS,
-                    may_share=not cut.flatten,
+                    may_share=rule.shares and not cut.flatten,
+                    row_state=rule.row_state is not None,
+                    row_stats=rule.row_stats,
                 )
             )
     if not matrices:
@@ -126,7 +129,7 @@ def _quickest(options: Options, rows: int, cols: int, parameters: int) -> str:
 
 
 def _other_elements(source: Source) -> int:
-    return sum(prod(p.shape) for p in source.parameters if p.keys["algorithm"] != MUON)
+    return sum(prod(p.shape) for p in source.parameters if p.keys["algorithm"] not in RULES)
 
 
 def _summary(plan: Plan, simulation: Simulation, options: Options) -> list[str]:

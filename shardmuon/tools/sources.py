@@ -14,7 +14,7 @@ import difflib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
@@ -132,15 +132,19 @@ def _of_configuration(path: Path, text: str) -> Source:
     tree = find(config).tree
     model = unfilled(config.model)[0] if tree is None else transformers_model(tree, text)
     chosen = config.optimizer
-    return Source(text, _grouped(model, text, to_muon=chosen.to_muon, to_adamw=chosen.to_adamw))
+    groups = {
+        "muon": {"algorithm": chosen.muon.algorithm},
+        "adamw": {"algorithm": chosen.adamw.algorithm},
+        "to_muon": chosen.to_muon,
+        "to_adamw": chosen.to_adamw,
+    }
+    return Source(text, _grouped(model, text, **groups))
 
 
-def _grouped(
-    model: nn.Module, text: str, to_muon: Sequence[str] = (), to_adamw: Sequence[str] = ()
-) -> tuple[Listed, ...]:
-    """The parameters of `model` as `param_groups` sorts them, in the model's order."""
+def _grouped(model: nn.Module, text: str, **arguments: Any) -> tuple[Listed, ...]:
+    """The parameters of `model` as `param_groups(model, **arguments)` sorts them, in its order."""
     try:
-        groups = param_groups(model, to_muon=to_muon, to_adamw=to_adamw)
+        groups = param_groups(model, **arguments)
     except ValueError as error:
         raise ConfigError(f"{text}: {error}") from None
     keys = {

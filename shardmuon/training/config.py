@@ -54,10 +54,13 @@ __all__ = [
 class MuonGroups(Section):
     """Settings of the matrices of hidden layers under Muon; as in `torch.optim.Muon`.
 
+    algorithm: "normuon" also divides each row of an update by its running size.
     lr: peak learning rate; the schedule scales it.
     weight_decay: decoupled decay, multiplied by the learning rate.
     cautious_weight_decay: decay only elements that the update moves towards zero, or leaves alone.
     momentum: share of the old momentum that is kept.
+    momentum_warmup: steps over which momentum rises from momentum_start to momentum; 0 is none.
+    momentum_start: momentum of the first step of that rise.
     nesterov: look one step ahead along the momentum.
     ns_coefficients: a, b, c of the Newton-Schulz polynomial, or the name of a preset.
     eps: least norm that a matrix is divided by; null divides by any norm but zero.
@@ -67,13 +70,21 @@ class MuonGroups(Section):
     adjust_lr_fn: scale by shape; null and "original" mean sqrt(max(1, rows / columns)),
         "match_rms_adamw" means 0.2 sqrt(max(rows, columns)), "spectral" sqrt(rows / columns).
     ns_dtype: type in which Newton-Schulz runs; null is bfloat16 on CUDA and float32 on CPU.
+    ns_period: steps from one that orthogonalizes whole matrices to the next; those between take
+        blocks of ns_block.
+    ns_block: rows and columns of a block, one of which may be null for all; null without blocks.
     momentum_dtype: type of the momentum buffer; null is the parameter's type.
+    beta2: share of the old average of a row that is kept; with algorithm "normuon" only, where null
+        is 0.95.
     """
 
+    algorithm: Literal["muon", "normuon"] = "muon"
     lr: NotNegative = 1e-3
     weight_decay: NotNegative = 0.1
     cautious_weight_decay: bool = False
     momentum: Decay = 0.95
+    momentum_warmup: CountOrZero = 0
+    momentum_start: Decay = 0.85
     nesterov: bool = True
     ns_coefficients: Preset | tuple[Finite, Finite, Finite] = "keller"
     eps: NormFloor | None = 1e-7
@@ -81,26 +92,44 @@ class MuonGroups(Section):
     ns_method: Method = "auto"
     adjust_lr_fn: AdjustLr | None = None
     ns_dtype: NsDtype | None = None
+    ns_period: Count = 1
+    ns_block: tuple[Count | None, Count | None] | None = None
     momentum_dtype: Literal["float32", "bfloat16"] | None = None
+    beta2: Decay | None = None
+
+    def check(self) -> None:
+        _check_belongs("beta2", self.beta2, self.algorithm, "normuon")
+        if self.ns_period > 1 and self.ns_block is None:
+            raise ValueError(
+                f"ns_block: got null with ns_period {self.ns_period}, expected rows and columns"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWGroups(Section):
-    """Settings of the parameters under AdamW; as in `torch.optim.AdamW`.
+    """Settings of all other parameters, under AdamW as in `torch.optim.AdamW`, or under Lion.
 
-    lr: peak learning rate; the schedule scales it.
-    betas: decay of the averages of the gradient and of its square.
-    eps: added to the root of the averaged square.
+    algorithm: "lion" steps by the sign of an average, and keeps half the state.
+    lr: peak learning rate; the schedule scales it. null is 1e-3, under Lion 1e-4.
+    betas: decay of the averages of the gradient and of its square; under Lion of the average in the
+        update and of the one that is kept. null is 0.9 and 0.999, under Lion 0.9 and 0.99.
+    eps: added to the root of the averaged square; null is 1e-8. Not under Lion.
     weight_decay: decoupled decay of embeddings, heads and matrices; norms and biases have none.
+        null is 0.01, under Lion 0.
     cautious_weight_decay: decay only elements that the update moves towards zero, or leaves alone;
-        not with optimizer.name: adamw.
+        null is false. Not under Lion, and not with optimizer.name: adamw.
     """
 
-    lr: NotNegative = 1e-3
-    betas: tuple[Decay, Decay] = (0.9, 0.999)
-    eps: NotNegative = 1e-8
-    weight_decay: NotNegative = 0.01
-    cautious_weight_decay: bool = False
+    algorithm: Literal["adamw", "lion"] = "adamw"
+    lr: NotNegative | None = None
+    betas: tuple[Decay, Decay] | None = None
+    eps: NotNegative | None = None
+    weight_decay: NotNegative | None = None
+    cautious_weight_decay: bool | None = None
+
+    def check(self) -> None:
+        for key in ("eps", "cautious_weight_decay"):
+            _check_belongs(key, getattr(self, key), self.algorithm, "adamw")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +157,18 @@ class OptimizerSection(Section):
                 "adamw.cautious_weight_decay: got true with name 'adamw', expected false:"
                 " torch.optim.AdamW does not have it"
             )
+        if self.name == "adamw" and self.adamw.algorithm != "adamw":
+            raise ValueError(
+                f"adamw.algorithm: got {self.adamw.algorithm!r} with name 'adamw', expected 'adamw'"
+            )
+
+
+def _check_belongs(key: str, value: object, algorithm: str, owner: str) -> None:
+    """Refuse a key that is given and that only another algorithm has."""
+    if value is not None and algorithm != owner:
+        raise ValueError(
+            f"{key}: got {value} with algorithm {algorithm!r}, expected null: only {owner!r} has it"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardmuon.muon import Muon
 from shardmuon.routing import ParamGroups, param_groups
-from shardmuon.training.config import MuonGroups, OptimizerSection
+from shardmuon.training.config import AdamWGroups, MuonGroups, OptimizerSection
 from shardmuon.training.load import ConfigError
 
 __all__ = ["Built", "build", "check", "group_lrs"]
@@ -54,7 +54,9 @@ def build(
     """
     groups = _groups(model, config)
     named = dict(model.named_parameters())
-    matrices: list[Tensor] = [named[row.name] for row in groups.table if row.rule == "muon"]
+    matrices: list[Tensor] = [
+        named[row.name] for row in groups.table if row.rule == config.muon.algorithm
+    ]
     if config.name == "muon":
         muon = Muon(groups, mesh=mesh, runtime=config.runtime)
         return Built(optimizer=muon, matrices=matrices, routing=groups.report())
@@ -76,7 +78,7 @@ def _groups(model: nn.Module, config: OptimizerSection) -> ParamGroups:
     return param_groups(
         model,
         muon=_muon_settings(config.muon),
-        adamw=dataclasses.asdict(config.adamw),
+        adamw=_given(config.adamw),
         to_muon=config.to_muon,
         to_adamw=config.to_adamw,
     )
@@ -84,17 +86,25 @@ def _groups(model: nn.Module, config: OptimizerSection) -> ParamGroups:
 
 def _all_adamw(groups: ParamGroups, config: OptimizerSection) -> list[dict[str, Any]]:
     """The same groups with the matrices under AdamW too, where they decay."""
-    settings = dataclasses.asdict(config.adamw)
+    settings = _given(config.adamw)
+    ours = ("algorithm", "cautious_weight_decay")
     made = []
     for group in groups:
-        keys = {"params": group["params"], **settings} if group["algorithm"] == "muon" else group
-        ours = ("algorithm", "cautious_weight_decay")
+        is_matrices = group["algorithm"] == config.muon.algorithm
+        keys = {"params": group["params"], **settings} if is_matrices else group
         made.append({key: value for key, value in keys.items() if key not in ours})
     return made
 
 
+def _given(config: AdamWGroups) -> dict[str, Any]:
+    """Without keys that are null: the rule has its own defaults, and no keys of other rules."""
+    return {key: value for key, value in dataclasses.asdict(config).items() if value is not None}
+
+
 def _muon_settings(config: MuonGroups) -> dict[str, Any]:
     settings = dataclasses.asdict(config)
+    if config.beta2 is None:
+        del settings["beta2"]
     for key in ("ns_dtype", "momentum_dtype"):
         if settings[key] is not None:
             settings[key] = _TYPES[settings[key]]

@@ -6,8 +6,9 @@ Owns the check; the ranges are those of `shardmuon.limits`. Knows no key. Must n
 from __future__ import annotations
 
 import functools
+import types
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from shardmuon.limits import advice, choices, describe, fits, show
 
@@ -43,6 +44,8 @@ def _hints(section: Any) -> dict[str, Any]:
 def _misfit(hint: Any, value: object) -> object:
     """Of a list of values the first that does not fit by itself; else the value."""
     parts = get_args(hint)
+    if get_origin(hint) in (Union, types.UnionType):
+        return next((item for part in parts if (item := _misfit(part, value)) is not value), value)
     if get_origin(hint) is tuple and isinstance(value, tuple):
         return next((each for each in value if not fits(parts[0], each)), value)
     return value

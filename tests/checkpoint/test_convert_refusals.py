@@ -179,6 +179,28 @@ def test_two_values_for_one_group_are_refused(form: str, key: str, one: Any, oth
     assert everything(model, optimizer) == before
 
 
+@pytest.mark.parametrize(
+    ("muon", "rest", "text"),
+    [
+        ({"algorithm": "normuon"}, {}, r"blocks\.0\.up\.weight has algorithm='normuon'"),
+        ({}, {"algorithm": "lion"}, r"embed_tokens\.weight has algorithm='lion'"),
+    ],
+)
+def test_rules_that_torch_does_not_have_are_refused_and_change_nothing(
+    muon: dict[str, Any], rest: dict[str, Any], text: str
+) -> None:
+    model, pair = trained(steps=1)
+    optimizer = shardmuon.Muon(shardmuon.param_groups(model, muon=muon, adamw=rest))
+    before = everything(model, optimizer)
+    with pytest.raises(ValueError, match=text):
+        to_torch(model, optimizer)
+    states = forms(model, pair, "named")
+    for given in (states, [states[0], None], [None, states[1]], [None, None]):
+        with pytest.raises(ValueError, match=text):
+            from_torch(model, optimizer, *given)
+    assert everything(model, optimizer) == before
+
+
 def test_swapped_states_are_refused() -> None:
     model, pair = trained(steps=1)
     optimizer = filled(model)

@@ -62,6 +62,19 @@ def test_one_group_for_each_factor_and_the_report_says_who_is_where() -> None:
     Muon(groups)
 
 
+def test_lion_groups_of_dion_are_lion_groups_here() -> None:
+    model = Model()
+    moved = migration.from_dion(lr=0.01, betas=(0.9, 0.98), weight_decay=0.1, rest="lion")
+    optimizer = Muon(moved.groups(param_groups(model)))
+    rest = [group for group in optimizer.param_groups if group["algorithm"] != "muon"]
+    assert {group["algorithm"] for group in rest} == {"lion"}
+    assert [group["weight_decay"] for group in rest] == [0.1, 0.0]
+    assert all(group["lr"] == 0.01 and group["betas"] == (0.9, 0.98) for group in rest)
+    states = {name: {"momentum": p} for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"embed\.weight has algorithm='lion'"):
+        moved.states(optimizer, states)
+
+
 def test_where_one_setting_serves_all_shapes_muon_gives_it() -> None:
     p = nn.Parameter(torch.ones(4, 6))
     optimizer = Muon([p], **migration.from_moonlight(lr=2e-4).muon)
@@ -164,6 +177,7 @@ def test_convolutions_of_keller_take_the_scale_of_their_kernel() -> None:
     ("call", "message"),
     [
         (lambda: migration.from_dion(adjust_lr="rms"), "adjust_lr must be one of"),
+        (lambda: migration.from_dion(rest="lions"), "rest must be one of.*did you mean 'lion'"),
         (lambda: migration.from_dion(mu=1.5), "momentum must be a number in"),
         (lambda: migration.from_torch(adjust_lr_fn="spectral"), "adjust_lr_fn of torch.optim.Muon"),
         (lambda: migration.from_keller(adam={"amsgrad": True}), "'amsgrad', which cannot be"),

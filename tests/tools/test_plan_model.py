@@ -61,6 +61,19 @@ def test_replicas_share_the_work() -> None:
     assert len(set(replicated.owners().values())) == 8
 
 
+def test_rows_of_normuon_are_in_the_plan(tmp_path: Path) -> None:
+    sent = {}
+    for algorithm in ("muon", "normuon"):
+        path = tmp_path / f"{algorithm}.yaml"
+        path.write_text(f"optimizer: {{muon: {{algorithm: {algorithm}}}}}\n")
+        shape = Shape(1, 2)
+        plan, _ = planned(read_source(str(path)), options(shape), shape)
+        sent[algorithm] = plan, sum(plan.bytes_sent().values())
+    plan, much = sent["normuon"]
+    assert all(matrix.row_state and matrix.row_stats for matrix, _ in plan)
+    assert much > sent["muon"][1]
+
+
 def test_more_ranks_than_matrices_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "gpt2-124m", "--ranks", "64"]) == 0
     said = capsys.readouterr().out

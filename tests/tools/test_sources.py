@@ -118,6 +118,15 @@ def test_patterns_of_a_configuration(tmp_path: Path) -> None:
         assert found[f"model.layers.1.self_attn.{part}_proj.weight"] == MUON
 
 
+def test_algorithms_of_a_configuration(tmp_path: Path) -> None:
+    text = "optimizer: {muon: {algorithm: normuon}, adamw: {algorithm: lion}}\n"
+    plain = rules(read_source(str(configuration(tmp_path, SECTION))))
+    found = rules(read_source(str(configuration(tmp_path, SECTION + text))))
+    assert plain.keys() == found.keys()
+    others = {"muon": {"algorithm": "normuon"}, "adamw": {"algorithm": "lion"}}
+    assert found == {name: others[keys["algorithm"]] for name, keys in plain.items()}
+
+
 def test_a_configuration_takes_no_memory(tmp_path: Path) -> None:
     # A matrix of 2^50 bytes is no machine's: where it were made, this would fail at once.
     path = configuration(tmp_path, f"model: {{dim: {2**24}, heads: 4, kv_heads: 4}}\n")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from shardmuon.limits import Range
 from shardmuon.runtime import Runtime
 from shardmuon.training.config import Config, Data, Mesh, Model, MuonGroups, Schedule
 from shardmuon.training.load import ConfigError, as_tree, differences, load
+from shardmuon.training.optimizers import build
+from tests import models
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -129,6 +133,19 @@ BAD = {
     "no list": ("data: {source: text, files: a.txt}\n", ["data.files", "expected a list"]),
     "item": ("optimizer: {adamw: {betas: [0.9, x]}}\n", ["betas[1]: got 'x'"]),
     "item out of range": ("optimizer: {adamw: {betas: [0.9, 1.0]}}\n", ["betas: got 1.0"]),
+    "key of another rule": (
+        "optimizer: {muon: {beta2: 0.9}}\n",
+        ["optimizer.muon.beta2: got 0.9 with algorithm 'muon', expected null: only 'normuon'"],
+    ),
+    "key of AdamW": (
+        "optimizer: {adamw: {algorithm: lion, eps: 1e-8}}\n",
+        ["optimizer.adamw.eps: got 1e-08 with algorithm 'lion', expected null: only 'adamw'"],
+    ),
+    "rule": ("optimizer: {muon: {algorithm: lion}}\n", ["muon.algorithm", "muon, normuon"]),
+    "Lion for all": (
+        "optimizer: {name: adamw, adamw: {algorithm: lion}}\n",
+        ["optimizer.adamw.algorithm: got 'lion' with name 'adamw', expected 'adamw'"],
+    ),
     "runtime": ("optimizer: {runtime: {bucket_bytes: 0}}\n", ["optimizer.runtime.bucket_bytes"]),
     "runtime choice": ("optimizer: {runtime: {exchange: x}}\n", ["one of auto, all_gather"]),
     "heads": ("model: {dim: 100, heads: 3}\n", ["model.heads: got 3 for dim 100"]),
@@ -169,6 +186,38 @@ def test_bad_input_names_file_key_value_and_expectation(
     message = refusal(tmp_path, text)
     for part in ["run.yaml", *parts]:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("text", "muon", "rest"),
+    [
+        ("seed: 1", {}, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}),
+        (
+            "optimizer: {muon: {algorithm: normuon}, adamw: {algorithm: lion}}",
+            {"beta2": 0.95},
+            {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0},
+        ),
+        (
+            "optimizer: {muon: {algorithm: normuon, beta2: 0.9},"
+            " adamw: {algorithm: lion, lr: 0.5, weight_decay: 0.25}}",
+            {"beta2": 0.9},
+            {"lr": 0.5, "betas": (0.9, 0.99), "weight_decay": 0.25},
+        ),
+    ],
+)
+def test_groups_get_the_keys_of_their_algorithm(
+    tmp_path: Path, text: str, muon: dict[str, Any], rest: dict[str, Any]
+) -> None:
+    section = load(write(tmp_path, text)).optimizer
+    matrices, tables, vectors = build(
+        models.make(), section, torch.device("cpu")
+    ).optimizer.param_groups
+    assert matrices["algorithm"] == section.muon.algorithm
+    assert {key: matrices[key] for key in ("beta2",) if key in matrices} == muon
+    for group, decay in ((tables, rest["weight_decay"]), (vectors, 0.0)):
+        assert group["algorithm"] == section.adamw.algorithm
+        settings = {k: v for k, v in group.items() if k in ("lr", "betas", "eps", "weight_decay")}
+        assert settings == {**rest, "weight_decay": decay}
 
 
 def test_missing_and_unreadable_files(tmp_path: Path) -> None:

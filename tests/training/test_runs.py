@@ -146,6 +146,18 @@ def test_output_and_metrics_of_a_muon_run(
     assert start["ranks"] == 1
 
 
+def test_other_rules_of_a_configuration_train(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    folder = tmp_path / "run"
+    arguments = [TINY, *launch.SMALL, *launch.text_files(tmp_path / "text")]
+    arguments += [f"logging.directory={folder}", "optimizer.muon.algorithm=normuon"]
+    arguments += ["optimizer.adamw.algorithm=lion", "optimizer.adamw.lr=4e-4"]
+    assert main.main(arguments) == 0
+    record = metrics.read(folder / "metrics.jsonl", "train")[-1]
+    assert [name.split(".")[0] for name in record["lr"]] == ["normuon", "lion", "lion"]
+    assert record["update_rms"] > 0
+
+
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_it_learns(tmp_path: Path, name: str) -> None:
     """Alone, in seconds: far from the shipped configurations, yet below the order-0 entropy."""
