@@ -64,7 +64,8 @@ def _runs(whole: Whole, name: str, *stages: str) -> list[Mapping[str, Any]]:
 def _loss(whole: Whole) -> Any:
     """Over steps (tokens on top) and over time."""
     methods = whole["summary"]["methods"]
-    timed = [name for name in _colours(whole) if name in methods and methods[name]["ms"]]
+    believed = not whole["summary"]["timing"]["disturbed"]
+    timed = [n for n in _colours(whole) if believed and n in methods and methods[n]["ms"]]
     figure = new_figure(11.6 if timed else 6.4, 4.8)
     panels = figure.subplots(1, 2 if timed else 1, sharey=True, squeeze=False)[0]
     tops, bottoms = [], []

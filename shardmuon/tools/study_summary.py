@@ -17,6 +17,10 @@ __all__ = ["crossing", "spread", "summarize"]
 
 Runs = Sequence[Mapping[str, Any]]
 
+MOST_APART = 1.2
+"""Forward and backward are the same work for all methods: where their times are further apart than
+this ratio, something else used the machine, and no time of a step is to be believed."""
+
 
 def summarize(whole: Mapping[str, Any]) -> dict[str, Any]:
     """The summary of a study's file: what its tables and sentences say."""
@@ -38,10 +42,12 @@ def summarize(whole: Mapping[str, Any]) -> dict[str, Any]:
             "against": {"name": other, **_paired(mine, _of(runs, "seeds", other))},
             **_pace(runs, name, whole["facts"]["tokens_per_step"]),
         }
-    shorter = _shorter(runs, method, baseline)
+    shorter, timing = _shorter(runs, method, baseline), _timing(methods)
+    pair = None if timing["disturbed"] else (methods[method]["ms"], methods[baseline]["ms"])
     return {
         "methods": methods,
-        "shorter": {**shorter, **_time_share(shorter, methods, method, baseline)},
+        "timing": timing,
+        "shorter": {**shorter, "time_share": _time_share(shorter["share"], pair)},
     }
 
 
@@ -123,13 +129,20 @@ def _shorter(runs: Runs, method: str, baseline: str) -> dict[str, Any]:
     }
 
 
-def _time_share(
-    shorter: Mapping[str, Any], methods: Mapping[str, Any], method: str, baseline: str
-) -> dict[str, Any]:
-    mine, theirs = methods[method]["ms"], methods[baseline]["ms"]
-    if shorter["share"] is None or mine is None or theirs is None:
-        return {"time_share": None}
-    return {"time_share": _round(shorter["share"] * mine["step"] / theirs["step"])}
+def _timing(methods: Mapping[str, Any]) -> dict[str, Any]:
+    """The range of forward and backward over methods, and whether the times were disturbed."""
+    times = [m["ms"]["forward_backward"] for m in methods.values() if m["ms"] is not None]
+    low, high = min(times, default=None), max(times, default=None)
+    disturbed = low is not None and high is not None and high > MOST_APART * low
+    return {"forward_backward_ms": [low, high], "disturbed": disturbed}
+
+
+def _time_share(share: float | None, pair: tuple[Any, Any] | None) -> float | None:
+    """The share of the baseline's time; None if its parts are not known."""
+    if share is None or pair is None or None in pair:
+        return None
+    found: float = round(share * pair[0]["step"] / pair[1]["step"], 5)
+    return found
 
 
 def _round(value: Any) -> Any:

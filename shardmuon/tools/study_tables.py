@@ -142,8 +142,8 @@ def _methods(whole: Whole) -> str:
                 f"those of {drop_in['from']}" if drop_in else settings(found["point"]) + star,
                 _spread(found["loss"], 4),
                 _spread(found["bits_per_byte"], 4),
-                _ms(found),
-                "-" if found["tokens_per_s"] is None else f"{found['tokens_per_s']:,}",
+                _ms(whole, found),
+                f"{found['tokens_per_s']:,}" if _timed(whole, found) else "-",
                 steps,
             ]
         )
@@ -155,7 +155,7 @@ def _methods(whole: Whole) -> str:
 
 def _variants(whole: Whole) -> str:
     rows = [
-        [name, _spread(found["loss"], 4), _difference(found["against"]), _ms(found)]
+        [name, _spread(found["loss"], 4), _difference(found["against"]), _ms(whole, found)]
         for name, found in whole["summary"]["methods"].items()
         if found["stage"] == "variants"
     ]
@@ -191,8 +191,12 @@ def _spread(found: Mapping[str, Any], digits: int) -> str:
     return text + (f", {found['diverged']} diverged or failed" if found["diverged"] else "")
 
 
-def _ms(found: Mapping[str, Any]) -> str:
-    return "-" if found["ms"] is None else f"{found['ms']['step']:.1f}"
+def _timed(whole: Whole, found: Mapping[str, Any]) -> bool:
+    return found["ms"] is not None and not whole["summary"]["timing"]["disturbed"]
+
+
+def _ms(whole: Whole, found: Mapping[str, Any]) -> str:
+    return f"{found['ms']['step']:.1f}" if _timed(whole, found) else "-"
 
 
 def _steps(shorter: Mapping[str, Any]) -> str:
@@ -229,6 +233,12 @@ def _sentences(whole: Whole) -> str:
         and found["against"]["n"]
     ]
     lines += _cost(whole)
+    if (timing := whole["summary"]["timing"])["disturbed"]:
+        low, high = timing["forward_backward_ms"]
+        lines.append(
+            f"Times of a step are left out: forward and backward, the same work for all methods,"
+            f" took {low:.0f} to {high:.0f} ms, so something else used the machine."
+        )
     for name, found in methods.items():
         ends = [f"{key} ({_plain(found['point'][key])})" for key in found.get("border", ())]
         if ends:

@@ -329,11 +329,19 @@ def test_sentences_say_where_the_method_does_not_win(whole: dict[str, Any]) -> N
         if run["name"] == "muon" and run["stage"] in ("seeds", "shorter"):
             run["loss"] = 1.0 / run["share"]
         if run["stage"] == "timing":
-            run["ms"]["step"] = 10.0 if run["name"] == "muon" else 1.0
+            run["ms"] |= {"step": 10.0 if run["name"] == "muon" else 1.0, "forward_backward": 0.5}
     changed["summary"] = study_summary.summarize(changed)
     text = study_tables.tables(changed)
     assert "muon needs at most 50% of the steps of adamw" in text
     assert "at most 500% of the time of adamw on this machine: it does not win there." in text
+    assert "| 10.0 |" in text
+    for run in of(changed, "timing", "adamw"):
+        run["ms"]["forward_backward"] = 0.7
+    changed["summary"] = study_summary.summarize(changed)
+    text = study_tables.tables(changed)
+    assert "Times of a step are left out" in text
+    assert "of the time of adamw" not in text
+    assert "| 10.0 |" not in text
 
 
 def test_tables_are_put_between_their_marks(
