@@ -97,9 +97,17 @@ def _prepare(study: Study, folder: Path) -> dict[str, Any]:
         "text": corpus.description,
         "fingerprint": corpus.fingerprint,
         "bytes_per_token": corpus.bytes_per_token,
-        "config": as_tree(config),
+        "config": _without_places(as_tree(config)),
         "machine": _machine(prepared.device),
     }
+
+
+def _without_places(tree: dict[str, Any]) -> dict[str, Any]:
+    """The configuration without folders of this machine, in place."""
+    tree["data"]["cache"] = None
+    if tree["data"]["tokenizer"] is not None:
+        tree["data"]["tokenizer"] = Path(tree["data"]["tokenizer"]).name
+    return tree
 
 
 def _machine(device: torch.device) -> str:
