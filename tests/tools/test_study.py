@@ -295,9 +295,6 @@ def test_refusals(
     assert not (tmp_path / "study" / "results.jsonl").exists()
 
 
-# --- the studies of the repository ------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "low", "high"),
     [("tiny", 0.8e6, 0.9e6), ("10m", 9e6, 11e6), ("50m", 48e6, 52e6), ("124m", 123e6, 126e6)],
