@@ -82,12 +82,16 @@ def _groups(model: Zoo, settings: bool) -> list[dict[str, Any]]:
     named = dict(model.named_parameters())
     muon = [name for name in named if name.startswith("blocks") and named[name].ndim == 2]
     rounded = ["experts.up", "blocks.1.down.weight"]
-    tables = ["embed_tokens.weight", "lm_head.weight"]
     vectors = [name for name in named if named[name].ndim == 1]
     parts: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
         ([name for name in muon if name not in rounded], {}, {"lr": 0.02}),
-        (rounded, {"momentum_dtype": torch.bfloat16}, {"lr": 0.03, "momentum": 0.9}),
-        (tables, {"algorithm": "adamw"}, {"lr": 0.01}),
+        (
+            rounded,
+            {"algorithm": "normuon", "momentum_dtype": torch.bfloat16},
+            {"lr": 0.03, "momentum": 0.9, "beta2": 0.8},
+        ),
+        (["embed_tokens.weight"], {"algorithm": "adamw"}, {"lr": 0.01}),
+        (["lm_head.weight"], {"algorithm": "lion"}, {"lr": 0.002, "betas": (0.8, 0.9)}),
         (vectors, {"algorithm": "adamw"}, {"lr": 0.005, "betas": (0.8, 0.9), "weight_decay": 0.0}),
     ]
     return [

@@ -1,0 +1,166 @@
+"""Every variant on one process against its formulas in float64: 1e-4, as float32 steps allow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardmuon
+from tests.grids import Weight, matrices, random
+from tests.reference import relative_error
+from tests.variants import ELEMENTS, MATRICES, Variant
+
+STEPS = 4
+
+SHAPES: dict[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
+    "tall": ((64, 24), {}),
+    "wide": ((18, 48), {}),
+    "one row": ((1, 64), {}),
+    "one column": ((7, 1), {}),
+    "stack": ((3, 10, 8), {}),
+    "fused": ((18, 8), {"split_sizes": [4, 14]}),
+    "heads": ((12, 9), {"num_heads": 3}),
+    "transposed": ((8, 10), {"transposed": True}),
+    "transposed and fused": ((8, 10), {"transposed": True, "split_sizes": [3, 7]}),
+    "flattened": ((6, 2, 3), {"flatten": True}),
+}
+
+
+def gradient(shape: tuple[int, ...], step: int) -> Tensor:
+    return random(shape, 100 + step)
+
+
+def solved(shape: tuple[int, ...], keys: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A parameter and its state after all steps."""
+    p = nn.Parameter(random(shape, 0))
+    optimizer = shardmuon.Muon([{**keys, "params": [p]}])
+    for step in range(STEPS):
+        p.grad = gradient(shape, step)
+        optimizer.step()
+    return {"parameter": p.detach(), **optimizer.state[p]}
+
+
+def array(tensor: Tensor) -> Any:
+    return tensor.double().numpy()
+
+
+def columns(weight: Weight, rows: Tensor) -> list[Tensor]:
+    """What each matrix has of one number per row."""
+    keys = dict(weight.keys)
+    flat = keys.pop("flatten", False)
+    if keys.get("transposed"):
+        rows, keys = rows.mT, {**keys, "transposed": False}
+    return matrices(
+        Weight(shape=tuple(rows.shape), letters="", keys=keys), rows.flatten(1) if flat else rows
+    )
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("variant", MATRICES.values(), ids=MATRICES)
+def test_each_matrix_follows_the_formulas(variant: Variant, name: str) -> None:
+    shape, structure = SHAPES[name]
+    weight = Weight(shape=shape, letters="", keys=structure)
+    found = solved(shape, {**variant.keys, **structure})
+    starts = matrices(weight, random(shape, 0))
+    given = [matrices(weight, gradient(shape, step)) for step in range(STEPS)]
+    for index, start in enumerate(starts):
+        right = variant.right(array(start), [array(each[index]) for each in given], variant.keys)
+        assert found.keys() == right.keys()
+        for kind, value in right.items():
+            whole = found[kind]
+            parts = (matrices if whole.shape == shape else columns)(weight, whole)
+            assert relative_error(array(parts[index]), value) < 1e-4, kind
+
+
+@pytest.mark.parametrize("shape", [(9,), (), (6, 5), (2, 3, 4), (0, 3)], ids=str)
+@pytest.mark.parametrize("variant", ELEMENTS.values(), ids=ELEMENTS)
+def test_each_element_follows_the_formulas(variant: Variant, shape: tuple[int, ...]) -> None:
+    found = solved(shape, variant.keys)
+    given = [array(gradient(shape, step)) for step in range(STEPS)]
+    right = variant.right(array(random(shape, 0)), given, variant.keys)
+    assert found.keys() == right.keys()
+    for kind, value in right.items():
+        assert found[kind].shape == shape
+        assert np.allclose(array(found[kind]), value, rtol=1e-4, atol=1e-7), kind
+
+
+def test_lion_in_bfloat16_rounds_each_result_once() -> None:
+    """With factors that float32 does exactly, so that float64 rounds the same numbers."""
+    keys = {"lr": 0.125, "weight_decay": 0.25, "betas": (0.75, 0.5), "algorithm": "lion"}
+    start = random((40,), 0).bfloat16()
+    p = nn.Parameter(start.clone())
+    optimizer = shardmuon.Muon([{**keys, "params": [p]}])
+    p.grad = gradient((40,), 0).bfloat16()
+    optimizer.step()
+    right = ELEMENTS["lion"].right(array(start), [array(p.grad)], keys)
+    for kind, value in (("parameter", p.detach()), ("exp_avg", optimizer.state[p]["exp_avg"])):
+        assert torch.equal(value, torch.from_numpy(right[kind]).float().bfloat16()), kind
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+def test_settings_of_lion_may_be_tensors(tensors: bool) -> None:
+    make = torch.tensor if tensors else float
+    p = nn.Parameter(torch.ones(3))
+    settings = {"lr": make(0.5), "betas": (make(0.5), make(0.0)), "weight_decay": make(0.25)}
+    optimizer = shardmuon.Muon([{"params": [p], "algorithm": "lion", **settings}])
+    p.grad = torch.tensor([2.0, -3.0, 0.0])
+    optimizer.step()
+    assert p.tolist() == [0.375, 1.375, 0.875]
+    assert optimizer.state[p]["exp_avg"].tolist() == [2.0, -3.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"algorithm": "lion", "eps": 1e-8}, "eps does not belong to algorithm 'lion'"),
+        ({"algorithm": "lion", "betas": (0.9, 1.0)}, "betas must be two numbers, each"),
+        ({"algorithm": "lions"}, "did you mean 'lion'"),
+        ({"algorithm": "normuon", "beta2": 1.0}, r"beta2 must be a number in \[0, 1\)"),
+        ({"beta2": 0.9}, "beta2 does not belong to algorithm 'muon'"),
+    ],
+)
+def test_keys_are_those_of_the_rule(keys: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        shardmuon.Muon([{"params": [nn.Parameter(torch.ones(2, 3))], **keys}])
+
+
+def test_a_state_dict_of_another_shape_or_rule_is_refused() -> None:
+    variant = MATRICES["normuon"]
+    p = nn.Parameter(random((4, 6), 0))
+    optimizer = shardmuon.Muon([{**variant.keys, "params": [("w", p)]}])
+    for wrong, text in (
+        (torch.zeros(4, 6), r"row_average of w has shape \(4, 6\).*which takes \(4, 1\)"),
+        (torch.zeros(6, 1), r"row_average of w has shape \(6, 1\).*which takes \(4, 1\)"),
+        (torch.zeros(4), r"row_average of w has shape \(4,\)"),
+    ):
+        taken = optimizer.state_dict()
+        taken["state"][0] = {**taken["state"][0], "row_average": wrong}
+        with pytest.raises(ValueError, match=text):
+            optimizer.load_state_dict(taken)
+    plain = shardmuon.Muon([("w", nn.Parameter(random((4, 6), 0)))])
+    with pytest.raises(ValueError, match="has algorithm='normuon', the state dict 'muon'"):
+        optimizer.load_state_dict(plain.state_dict())
+    assert not optimizer.state[p]["row_average"].any()
+
+
+@pytest.mark.parametrize(
+    ("keys", "per_row", "per_element"),
+    [
+        ({}, 0, 4),
+        ({"algorithm": "normuon"}, 4, 4),
+        ({"algorithm": "lion"}, 0, 4),
+        ({"algorithm": "adamw"}, 0, 8),
+    ],
+)
+def test_bytes_of_state(keys: dict[str, Any], per_row: int, per_element: int) -> None:
+    rows, cols = 12, 7
+    p = nn.Parameter(torch.ones(rows, cols))
+    optimizer = shardmuon.Muon([{"params": [p], **keys}])
+    counters = sum(value.nbytes for kind, value in optimizer.state[p].items() if kind == "step")
+    found = sum(value.nbytes for value in optimizer.state[p].values()) - counters
+    assert found == per_row * rows + per_element * rows * cols
