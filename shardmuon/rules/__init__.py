@@ -1,14 +1,16 @@
 """Update rules: what a step computes, one file per rule.
 
 Owns which rule stands behind the group key `algorithm`: `RULES` update matrices through an
-orthogonalized whole, `ELEMENT_RULES` all else element by element.
+orthogonalized whole, `ELEMENT_RULES` all else element by element. What a rule of a user's own needs
+can be imported from here; the checks of its keys are in `shardmuon.keys`.
 """
 
 from __future__ import annotations
 
-from shardmuon.groups import ADAMW, ALGORITHMS, MUON, Algorithm
+from shardmuon.groups import ADAMW, ALGORITHMS, MUON, Algorithm, StateKind
+from shardmuon.keys import Key
 from shardmuon.rules.adamw import AdamWRule
-from shardmuon.rules.base import Commit, ElementRule, ElementShard, Shard, UpdateRule
+from shardmuon.rules.base import Commit, ElementRule, ElementShard, Group, Shard, UpdateRule, wide
 from shardmuon.rules.lion import LionRule
 from shardmuon.rules.muon import MuonRule
 from shardmuon.rules.normuon import NorMuonRule
@@ -16,13 +18,20 @@ from shardmuon.rules.normuon import NorMuonRule
 __all__ = [
     "ELEMENT_RULES",
     "RULES",
+    "AdamWRule",
     "Commit",
     "ElementRule",
     "ElementShard",
+    "Group",
+    "Key",
+    "LionRule",
     "MuonRule",
+    "NorMuonRule",
     "Shard",
+    "StateKind",
     "UpdateRule",
     "register",
+    "wide",
 ]
 
 RULES: dict[str, UpdateRule] = {}
