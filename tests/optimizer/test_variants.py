@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import shardmuon
+from shardmuon.rules import Commit, ElementShard, LionRule
+from shardmuon.rules.lion import _advance_together
 from tests.grids import Weight, matrices, random
 from tests.reference import relative_error
 from tests.variants import ELEMENTS, MATRICES, Variant
@@ -100,6 +102,34 @@ def test_lion_in_bfloat16_rounds_each_result_once() -> None:
     right = ELEMENTS["lion"].right(array(start), [array(p.grad)], keys)
     for kind, value in (("parameter", p.detach()), ("exp_avg", optimizer.state[p]["exp_avg"])):
         assert torch.equal(value, torch.from_numpy(right[kind]).float().bfloat16()), kind
+
+
+@pytest.mark.parametrize("word", [None, True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lion_over_many_has_the_bits_of_one_by_one(dtype: torch.dtype, word: bool | None) -> None:
+    """What a GPU does with small parameters, here on a CPU; some are no contiguous memory."""
+
+    def make(shape: tuple[int, ...], seed: int) -> Tensor:
+        value = random(shape, seed).to(dtype)
+        return value.mT if len(shape) == 2 else value
+
+    def shards() -> list[ElementShard]:
+        shapes = [(17,), (33, 5), (1, 1), (2, 3, 4), ()]
+        return [
+            ElementShard(make(s, 3 * i), make(s, 3 * i + 1), {"exp_avg": make(s, 3 * i + 2)})
+            for i, s in enumerate(shapes)
+        ]
+
+    commit = Commit(None if word is None else torch.tensor(word))
+    together, single = shards(), shards()
+    if word is False:
+        together[1].gradient.fill_(float("nan"))
+    _advance_together(together, ELEMENTS["lion"].keys, commit)
+    if word is not False:
+        LionRule().step(single, ELEMENTS["lion"].keys, commit)
+    for mine, right in zip(together, single, strict=True):
+        assert torch.equal(mine.parameter, right.parameter)
+        assert torch.equal(mine.state["exp_avg"], right.state["exp_avg"])
 
 
 @pytest.mark.parametrize("tensors", [True, False])
