@@ -32,6 +32,7 @@ from tests.exchange.test_overlap import (
     tensor_parallel,
 )
 from tests.grids import PLAIN, Answer, Grid, Values, Weight, check, solve_alone
+from tests.refused import assert_kept
 from tests.test_documents import ROOT, examples
 
 PAGE = ROOT / "docs" / "variants.md"
@@ -59,6 +60,11 @@ def page() -> Iterator[dict[str, Any]]:
 def test_the_rule_is_one_short_file() -> None:
     (block,) = (each for each in examples(PAGE) if "rules.register" in each)
     assert len(block.splitlines()) < LONGEST
+
+
+def test_a_refused_step_changes_nothing() -> None:
+    with page():
+        assert_kept(KEYS)
 
 
 def _alone(grids: Sequence[Grid]) -> list[list[Values]]:
