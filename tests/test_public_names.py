@@ -42,6 +42,12 @@ def test_all_lists_the_public_names() -> None:
         _ = shardmuon.Mouon
 
 
+def test_what_a_rule_needs_can_be_imported_in_one_place() -> None:
+    needed = {"Commit", "ElementRule", "ElementShard", "Key", "MuonRule", "Shard", "StateKind"}
+    rules = importlib.import_module("shardmuon.rules")
+    assert set(rules.__all__) >= needed | {"UpdateRule", "register", "wide"}
+
+
 def test_every_module_lists_what_it_exports() -> None:
     for info in pkgutil.walk_packages(shardmuon.__path__, "shardmuon."):
         if info.name.endswith(KERNELS) and importlib.util.find_spec("triton") is None:

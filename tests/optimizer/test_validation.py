@@ -166,7 +166,7 @@ def test_coefficients_in_range_make_a_step(coefficients: Any) -> None:
     ("keys", "near"),
     [
         ({"algorithm": "Muon"}, "did you mean 'muon'"),
-        ({"algorithm": ["muon"]}, r"algorithm must be one of \['adamw', 'muon', 'normuon'\]"),
+        ({"algorithm": ["muon"]}, r"algorithm must be one of \['adamw', "),
         ({"ns_method": "standart"}, "did you mean 'standard'"),
         ({"ns_coefficients": "polar-express"}, "did you mean 'polar_express'"),
         ({"adjust_lr_fn": "match_rms"}, "did you mean 'match_rms_adamw'"),
