@@ -79,7 +79,7 @@ def _distinct(tasks: Sequence[Task]) -> list[Task]:
 def _prepare(study: Study, folder: Path) -> dict[str, Any]:
     """Make the tokenizer, encode the text and check the first run; what the study is about."""
     tokenizer = folder / "tokenizer.json"
-    task = plan(study, folder, {})["sweep"][0]
+    task = next(task for tasks in plan(study, folder, {}).values() for task in tasks)
     if study.tokenizer_bytes and not tokenizer.exists():
         print(f"making {tokenizer}", flush=True)
         data = dataclasses.replace(task.config.data, tokenizer=None)

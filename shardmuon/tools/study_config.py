@@ -56,7 +56,8 @@ class Study:
     tokenizer_bytes: bytes of training text from which a byte-pair tokenizer of
         `base.model.vocab_size` ids is made; 0 trains on bytes, or on what `base.data` says.
     methods: name -> overrides that make the method.
-    sweep: method -> key path -> values; all combinations are run. Methods have equally many.
+    sweep: method -> key path -> values; all combinations are run. Methods have equally many; where
+        it is one, nothing is swept.
     sweep_seed: seed of the sweep; not one of `seeds`, so that no result is a lucky pick.
     seeds: of all runs after the sweep. A seed sets weights and order of data, for all methods.
     method: the one under study.

@@ -99,6 +99,9 @@ def plan(study: Study, folder: Path, done: Mapping[str, Numbers]) -> dict[str, l
     stages: dict[str, list[Task]] = {stage: [] for stage in STAGES}
     points: dict[str, Overrides] = {}
     for name, values in study.sweep.items():
+        if len(grid(values)) == 1:  # nothing to find
+            points[name] = grid(values)[0]
+            continue
         tasks = [make("sweep", name, study.sweep_seed, name, point) for point in grid(values)]
         stages["sweep"] += tasks
         if all(task.key in done for task in tasks):

@@ -6,11 +6,11 @@ and the same order of data. Input and output are plain trees, as in the study's 
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shardmuon.tools.study_config import grid
 from shardmuon.tools.study_plan import find_best
 
 __all__ = ["crossing", "spread", "summarize"]
@@ -85,8 +85,10 @@ def _of(runs: Runs, stage: str, name: str) -> list[Mapping[str, Any]]:
 
 
 def _swept(runs: Runs, name: str, values: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    if len(grid(values)) == 1:
+        return {"point": grid(values)[0], "border": []}
     losses = [run["loss"] for run in _of(runs, "sweep", name)]
-    if len(losses) < math.prod(len(each) for each in values.values()):
+    if len(losses) < len(grid(values)):
         return {"point": None}
     best = find_best(values, losses)
     return {"point": best.point, "border": best.border, "sweep_loss": best.loss}

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardmuon.tools.study_config import grid
 from shardmuon.training.load import ConfigError
 
 __all__ = ["insert", "pictures", "read", "settings", "tables", "with_tables"]
@@ -105,14 +106,16 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _head(whole: Whole) -> str:
     facts, study = whole["facts"], whole["study"]
-    first = next(iter(study["sweep"].values()))
-    points = 1
-    for values in first.values():
-        points *= len(values)
+    points, seeds = len(grid(next(iter(study["sweep"].values())))), study.get("seeds", (1, 2, 3))
+    how = (
+        f"a sweep of {points} points for each method, then {len(seeds)} other seeds at its best"
+        f" point"
+        if points > 1
+        else f"no sweep: {len(seeds)} seeds at one point for each method"
+    )
     text = (
         f"{facts['parameters']:,} parameters; {facts['steps']:,} steps of"
-        f" {facts['tokens_per_step']:,} tokens; a sweep of {points} points for each method, then"
-        f" {len(study.get('seeds', (1, 2, 3)))} other seeds at its best point. Text:"
+        f" {facts['tokens_per_step']:,} tokens; {how}. Text:"
         f" {facts['text']}, {facts['bytes_per_token']:.2f} bytes per token held out. Machine:"
         f" {'; '.join(facts['machine'])}."
     )

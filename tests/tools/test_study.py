@@ -45,6 +45,7 @@ def tree(folder: Path, **changes: Any) -> dict[str, Any]:
     base: dict[str, Any] = {
         "model": MODEL,
         "data": {"source": "text", "files": [f"{folder}/text*.py"]},
+        "optimizer": {"adamw": {"weight_decay": 0.01}},
         "schedule": {"steps": STEPS, "warmup_steps": 2},
         "mesh": {"device": "cpu"},
         "evaluation": {"every": 5, "sequences": 4},
@@ -237,6 +238,23 @@ def test_a_run_is_known_by_its_configuration_wherever_it_is(tmp_path: Path) -> N
     assert len({task.key for task in here}) == len(here)
 
 
+def test_one_point_is_not_swept(tmp_path: Path, whole: dict[str, Any]) -> None:
+    one = {"adamw": {"optimizer.adamw.lr": [1e-3]}, "muon": {"optimizer.muon.lr": [0.02]}}
+    study, _ = load_study(write(tmp_path, sweep=one))
+    tasks = study_plan.plan(study, tmp_path, {})
+    assert not tasks["sweep"]
+    assert {task.point["optimizer.muon.lr"] for task in tasks["variants"]} == {0.02}
+    assert {task.point["optimizer.muon.lr"] for task in tasks["drop_in"]} == {1e-3}
+    changed = {**whole, "study": {**whole["study"], "sweep": one}}
+    changed["runs"] = [run for run in whole["runs"] if run["stage"] != "sweep"]
+    changed["summary"] = study_summary.summarize(changed)
+    assert changed["summary"]["methods"]["muon"]["point"] == {"optimizer.muon.lr": 0.02}
+    text = study_tables.tables(changed)
+    assert "; no sweep: 2 seeds at one point for each method." in text
+    assert "end of its grid" not in text
+    assert "sweep.svg" not in text
+
+
 def test_borders_are_named() -> None:
     values = {"lr": (1, 2, 3), "decay": (0.1, 0.2), "fixed": (5,)}
     losses = [9.0] * 6
@@ -301,7 +319,8 @@ def test_refusals(
 )
 def test_studies_of_the_repository(name: str, low: float, high: float) -> None:
     study, _ = load_study(ROOT / "configs" / "study" / f"{name}.yaml")
-    tasks = study_plan.plan(study, Path("x"), {})["sweep"]
+    plan = study_plan.plan(study, Path("x"), {})
+    tasks = plan["sweep"] or plan["seeds"]
     with torch.device("meta"):
         size = sum(p.numel() for p in CausalLM(tasks[0].config.model).parameters())
     assert low < size < high
