@@ -97,36 +97,49 @@ def plan(study: Study, folder: Path, done: Mapping[str, Numbers]) -> dict[str, l
     for overrides in study.variants.values():
         configure(study, study.method, overrides)
     stages: dict[str, list[Task]] = {stage: [] for stage in STAGES}
+    points = _sweep(study, make, done, stages["sweep"])
+    if len(points) == len(study.sweep):
+        _others(study, make, points, stages)
+    return stages
+
+
+def _sweep(
+    study: Study, make: _Maker, done: Mapping[str, Numbers], tasks: list[Task]
+) -> dict[str, Overrides]:
+    """Append the tasks of the sweep; the best point of each method that is known."""
     points: dict[str, Overrides] = {}
     for name, values in study.sweep.items():
         if len(grid(values)) == 1:  # nothing to find
             points[name] = grid(values)[0]
             continue
-        tasks = [make("sweep", name, study.sweep_seed, name, point) for point in grid(values)]
-        stages["sweep"] += tasks
-        if all(task.key in done for task in tasks):
-            best = find_best(values, [done[task.key]["loss"] for task in tasks])
+        mine = [make("sweep", name, study.sweep_seed, name, point) for point in grid(values)]
+        tasks += mine
+        if all(task.key in done for task in mine):
+            best = find_best(values, [done[task.key]["loss"] for task in mine])
             if best.point is not None:
                 points[name] = best.point
-    if len(points) < len(study.sweep):
-        return stages
+    return points
+
+
+def _others(
+    study: Study, make: _Maker, points: dict[str, Overrides], stages: dict[str, list[Task]]
+) -> None:
+    """Append the tasks of all other stages, and add the points of drop-in methods."""
     for name in study.drop_in:
         points[name] = _copied(study, name, points)
         stages["drop_in"] += [make("drop_in", name, s, name, points[name]) for s in study.seeds]
+    method, point = study.method, points[study.method]
     for seed in study.seeds:
         stages["seeds"] += [make("seeds", n, seed, n, points[n]) for n in study.sweep]
         for name, overrides in study.variants.items():
-            both = {**points[study.method], **overrides}
-            stages["variants"].append(make("variants", name, seed, study.method, both))
+            task = make("variants", name, seed, method, {**point, **overrides})
+            stages["variants"].append(task)
         for share in study.shorter:
-            name, point = study.method, points[study.method]
-            stages["shorter"].append(make("shorter", name, seed, name, point, share))
+            stages["shorter"].append(make("shorter", method, seed, method, point, share))
     for name in study.methods:
         stages["timing"].append(make.timing(name, name, points[name]))
     for name, overrides in study.variants.items():
-        both = {**points[study.method], **overrides}
-        stages["timing"].append(make.timing(name, study.method, both))
-    return stages
+        stages["timing"].append(make.timing(name, method, {**point, **overrides}))
 
 
 def _copied(study: Study, name: str, points: Mapping[str, Overrides]) -> dict[str, Any]:

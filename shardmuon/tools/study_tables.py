@@ -203,8 +203,10 @@ def _ms(whole: Whole, found: Mapping[str, Any]) -> str:
 
 
 def _steps(shorter: Mapping[str, Any]) -> str:
+    if shorter["target"] is None or len(shorter["points"]) < 2:
+        return "-"
     if shorter["share"] is None:
-        return "not reached" if shorter["points"] and shorter["target"] is not None else "-"
+        return "not reached"
     return f"{'at most ' if shorter['at_most'] else ''}{shorter['share']:.0%}"
 
 
@@ -259,7 +261,7 @@ def _cost(whole: Whole) -> list[str]:
     """Steps and time for the baseline's final loss."""
     shorter, baseline = whole["summary"]["shorter"], _baseline(whole)
     method = whole["study"].get("method", "muon")
-    if shorter["target"] is None or not shorter["points"]:
+    if shorter["target"] is None or len(shorter["points"]) < 2:  # no runs of fewer steps
         return []
     if shorter["share"] is None:
         return [f"{method} does not reach the final loss of {baseline} in as many steps."]

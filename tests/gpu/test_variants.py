@@ -66,7 +66,8 @@ def test_lion_needs_few_launches() -> None:
     ]
     rule, group, commit = LionRule(), ELEMENTS["lion"].keys, Commit()
     rule.step(some, group, commit)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         rule.step(some, group, commit)
         torch.cuda.synchronize()
     assert 0 < sum(event.device_type.name == "CUDA" for event in profile.events()) < 60

@@ -255,6 +255,15 @@ def test_one_point_is_not_swept(tmp_path: Path, whole: dict[str, Any]) -> None:
     assert "sweep.svg" not in text
 
 
+def test_without_runs_of_fewer_steps_none_are_claimed(whole: dict[str, Any]) -> None:
+    changed = {**whole, "runs": [run for run in whole["runs"] if run["stage"] != "shorter"]}
+    changed["summary"] = study_summary.summarize(changed)
+    text = study_tables.tables(changed)
+    assert "of the steps of adamw" not in text
+    assert "of the time of adamw" not in text
+    assert "not reached" not in text
+
+
 def test_borders_are_named() -> None:
     values = {"lr": (1, 2, 3), "decay": (0.1, 0.2), "fixed": (5,)}
     losses = [9.0] * 6
