@@ -40,7 +40,7 @@ COMMUNICATION, MODEL, REST = "communication", "model", "step"
 """Phases of gloo's collectives, of spans outside all ranges, and of spans that no phase claims."""
 
 _PHASED = re.compile(r"shardmuon\.(prepare|gather|orthogonalize|scatter|apply)\.(\d+)")
-_PLAIN = {"shardmuon.header": "header", "shardmuon.adamw": "adamw", STEP: REST}
+_PLAIN = {"shardmuon.header": "header", "shardmuon.elements": "elements", STEP: REST}
 _AWAITING = frozenset({"gather", "scatter", "header"})
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 _LAUNCH = frozenset({"cuda_runtime", "cuda_driver"})

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import shardmuon
-from shardmuon import engine
+from shardmuon import plans
 from shardmuon.exchange.pipeline import Transit
 from tests import ranks
 from tests.conftest import Worlds
@@ -85,7 +85,7 @@ def test_a_matrix_that_was_left_out_is_an_error(pools: Worlds) -> None:
 def other_version() -> str:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(engine, "VERSIONS", ("torch 9.9.9", *engine.VERSIONS[1:]))
+            patch.setattr(plans, "VERSIONS", ("torch 9.9.9", *plans.VERSIONS[1:]))
         try:
             optimizer().step()
         except RuntimeError as error:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from shardmuon import Muon, engine
+from shardmuon import Muon, plans
 from shardmuon.exchange import collectives
 from tests.integrations.jobs import serve
 from tests.integrations.pieces import (
@@ -67,7 +67,7 @@ def take_steps(made: Accelerator, model: Any, optimizer: Any, steps: range) -> l
     return losses
 
 
-_engine: Any = engine
+_plans: Any = plans
 
 
 class Watched:
@@ -76,8 +76,8 @@ class Watched:
     def __init__(self) -> None:
         self._collectives = sum(collectives.calls.values())
         self._plans = 0
-        self._make_plan = _engine.make_plan
-        _engine.make_plan = self._counting
+        self._make_plan = _plans.make_plan
+        _plans.make_plan = self._counting
 
     def _counting(self, *args: Any, **more: Any) -> Any:
         self._plans += 1
@@ -88,7 +88,7 @@ class Watched:
         return self._plans, sum(collectives.calls.values()) - self._collectives
 
     def close(self) -> None:
-        _engine.make_plan = self._make_plan
+        _plans.make_plan = self._make_plan
 
 
 def prepare_and_train(folder: Path) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def two_buckets() -> list[Event]:
         range_("shardmuon.orthogonalize.1", 15, 16),
         launch(8, 15.5),
         kernel(8, 70, 90),
-        range_("shardmuon.adamw", 17, 18),
+        range_("shardmuon.elements", 17, 18),
         launch(9, 17.5),
         kernel(9, 90, 95),
         {"ph": "i", "name": "an instant", "ts": 3},
@@ -124,7 +124,7 @@ def test_kernels_belong_to_the_innermost_range_of_their_launch() -> None:
         ("orthogonalize", 0, 0, False),
         ("scatter", 0, 0, True),
         ("orthogonalize", 1, 0, False),
-        ("adamw", None, 0, False),
+        ("elements", None, 0, False),
     ]
     assert {span.row for span in found.spans} == {"stream 1", "stream 2"}
 
@@ -217,7 +217,7 @@ def test_without_gloos_collectives_the_waits_stand_for_them() -> None:
 
 
 def test_a_range_that_outlasts_its_parent_by_a_rounding_is_counted_once() -> None:
-    events = [range_(STEP, 0, 10), range_("shardmuon.adamw", 8, 10.001)]
+    events = [range_(STEP, 0, 10), range_("shardmuon.elements", 8, 10.001)]
     assert sum(span.stop - span.start for span in read(events).spans) == pytest.approx(10.001)
 
 
