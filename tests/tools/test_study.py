@@ -414,6 +414,37 @@ def test_the_page_holds_what_was_measured() -> None:
         assert inside.strip() == "Not measured yet.", name
 
 
+def test_claims_in_prose_are_those_of_the_studies() -> None:
+    found = {whole["name"]: whole["summary"] for whole in study_tables.read(MEASURED)}
+    prose = " ".join(PAGE.read_text(encoding="utf-8").partition("## Results")[0].split())
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    share = f"{found['10m']['shorter']['share']:.0%} of the steps"
+    assert f"final loss in {share}, each with the best of nine" in readme
+    assert f"and needs {share} for AdamW's final loss" in prose
+
+    def against(study: str, name: str) -> float:
+        mean: float = found[study]["methods"][name]["against"]["mean"]
+        return mean
+
+    def longer(study: str) -> str:
+        times = found[study]["methods"]
+        return f"{times['muon']['ms']['step'] / times['adamw']['ms']['step'] - 1:.0%} longer"
+
+    assert f"Muon ends {-against('10m', 'muon'):.2f} nats below AdamW" in prose
+    assert f"ends {-against('10m', 'muon_match_rms'):.2f} below AdamW there" in prose
+    assert f"it ends {against('tiny', 'muon_match_rms'):.2f} *above* AdamW" in prose
+    assert f"a step takes {longer('tiny')} on the tiny model" in prose
+    assert f"it takes {longer('124m')}" in prose
+    assert f"needs {found['tiny']['shorter']['time_share']:.0%} of AdamW's time" in prose
+    normuon, spectral = (-against("10m", name) for name in ("normuon", "spectral"))
+    assert f"by {normuon:.2f} and {spectral:.2f};" in prose
+    for name in ("polar_express", "momentum_warmup"):
+        difference = found["10m"]["methods"][name]["against"]
+        assert difference["low"] <= 0 <= difference["high"]
+    for name in ("cautious_decay", "block_periodic", "lion_rest"):
+        assert found["10m"]["methods"][name]["against"]["low"] > 0
+
+
 def test_the_page_explains_every_key() -> None:
     text = PAGE.read_text(encoding="utf-8")
     for where, section in (
