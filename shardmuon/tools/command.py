@@ -298,26 +298,26 @@ def _plot(options: argparse.Namespace) -> None:
 
 def _study(options: argparse.Namespace) -> None:
     if options.tables or options.figures is not None:
-        from shardmuon.tools import study_figures, study_tables
+        from shardmuon.tools.study import figures, tables
 
-        studies = study_tables.read(options.files)
+        studies = tables.read(options.files)
         if options.tables and options.into is None:
-            print("\n\n".join(study_tables.tables(each) for each in studies))
+            print("\n\n".join(tables.tables(each) for each in studies))
         elif options.tables:
-            study_tables.insert(options.into, studies)
+            tables.insert(options.into, studies)
         for each in studies if options.figures is not None else ():
-            for path in study_figures.draw(each, options.figures):
+            for path in figures.draw(each, options.figures):
                 print(f"wrote {path}")
         return
     if len(options.files) > 1:
         raise ConfigError("got several files; expected one YAML file, or --tables or --figures")
-    from shardmuon.tools import study
+    from shardmuon.tools.study import run
 
     (path,) = options.files
     folder = options.folder or Path("runs") / f"study-{path.stem}"
-    study.run(
+    run.run(
         path,
-        study.Options(
+        run.Options(
             workers=options.workers,
             minutes=options.minutes,
             folder=folder,

@@ -12,17 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from shardmuon.tools import (
-    command,
-    study_config,
-    study_figures,
-    study_plan,
-    study_pool,
-    study_summary,
-    study_tables,
-    study_worker,
-)
-from shardmuon.tools.study_config import Study, load_study
+from shardmuon.tools import command
+from shardmuon.tools.study import config as study_config
+from shardmuon.tools.study import figures as study_figures
+from shardmuon.tools.study import plan as study_plan
+from shardmuon.tools.study import pool as study_pool
+from shardmuon.tools.study import summary as study_summary
+from shardmuon.tools.study import tables as study_tables
+from shardmuon.tools.study import worker as study_worker
+from shardmuon.tools.study.config import Study, load_study
 from shardmuon.training import reference
 from shardmuon.training.load import key_of
 from shardmuon.training.model import CausalLM
@@ -220,7 +218,7 @@ def test_a_process_that_dies_fails_its_run_only(
 ) -> None:
     study, _ = load_study(write(tmp_path))
     tasks = study_plan.plan(study, tmp_path, {})["sweep"][:3]
-    monkeypatch.setattr(study_worker, "serve", die)
+    monkeypatch.setattr(study_pool, "serve", die)
     taken: list[Any] = []
     with study_pool.Pool(2, tmp_path) as pool:
         pool.run(tasks, 2, lambda task: True, lambda task, found: taken.append((task, found)))

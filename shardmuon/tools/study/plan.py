@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardmuon.tools.study_config import Overrides, Study, configure, grid
+from shardmuon.tools.study.config import Overrides, Study, configure, grid
 from shardmuon.training.config import Config
 from shardmuon.training.load import as_tree
 
 __all__ = ["STAGES", "Best", "Numbers", "Task", "find_best", "plan"]
 
 Numbers = Mapping[str, Any]
-"""What is kept of a finished run; see `study_worker.py`."""
+"""What is kept of a finished run; see `worker.py`."""
 
 STAGES = ("sweep", "seeds", "drop_in", "variants", "shorter", "timing")
 """In the order in which they run; all but the first need the best points."""

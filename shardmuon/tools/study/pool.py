@@ -16,8 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from shardmuon.tools import study_worker
-from shardmuon.tools.study_plan import Numbers, Task
+from shardmuon.tools.study.plan import Numbers, Task
+from shardmuon.tools.study.worker import serve
 
 __all__ = ["Pool"]
 
@@ -95,7 +95,7 @@ class Pool:
         number = min(set(range(self._count)) - {worker.number for worker in self._workers})
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=study_worker.serve, args=(theirs, number), daemon=True)
+        process = context.Process(target=serve, args=(theirs, number), daemon=True)
         process.start()
         theirs.close()  # so that the end of the process is the end of the pipe
         worker = _Worker(number, process, ours)

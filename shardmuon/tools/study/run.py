@@ -2,7 +2,7 @@
 
 Owns the study's folder: `results.jsonl` has a line for each run that is done, so that a study which
 is started again goes on with the runs that are missing; `tokenizer.json` and `cache/` are made
-once. What the numbers mean is `study_summary.py`'s matter.
+once. What the numbers mean is `summary.py`'s matter.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from shardmuon.tools import study_text
-from shardmuon.tools.study_config import Study, load_study
-from shardmuon.tools.study_plan import STAGES, Numbers, Task, plan
-from shardmuon.tools.study_pool import Pool
-from shardmuon.tools.study_summary import summarize
-from shardmuon.tools.study_tables import settings
+from shardmuon.tools.study import text
+from shardmuon.tools.study.config import Study, load_study
+from shardmuon.tools.study.plan import STAGES, Numbers, Task, plan
+from shardmuon.tools.study.pool import Pool
+from shardmuon.tools.study.summary import summarize
+from shardmuon.tools.study.tables import settings
 from shardmuon.training import run as training
 from shardmuon.training.load import ConfigError, as_tree
 
@@ -83,9 +83,7 @@ def _prepare(study: Study, folder: Path) -> dict[str, Any]:
     if study.tokenizer_bytes and not tokenizer.exists():
         print(f"making {tokenizer}", flush=True)
         data = dataclasses.replace(task.config.data, tokenizer=None)
-        study_text.make_tokenizer(
-            data, task.config.model.vocab_size, study.tokenizer_bytes, tokenizer
-        )
+        text.make_tokenizer(data, task.config.model.vocab_size, study.tokenizer_bytes, tokenizer)
     prepared = training.prepare(task.config)
     config, corpus = prepared.config, prepared.corpus
     print(f"{sum(p.numel() for p in prepared.model.parameters()):,} parameters", flush=True)

@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardmuon.tools.study_config import grid
-from shardmuon.tools.study_plan import find_best
+from shardmuon.tools.study.config import grid
+from shardmuon.tools.study.plan import find_best
 
 __all__ = ["crossing", "spread", "summarize"]
 

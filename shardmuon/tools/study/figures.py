@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from shardmuon.tools.plot_runs import COLOURS, new_figure, tidy
-from shardmuon.tools.study_config import grid
-from shardmuon.tools.study_tables import pictures
+from shardmuon.tools.study.config import grid
+from shardmuon.tools.study.tables import pictures
 
 __all__ = ["draw"]
 

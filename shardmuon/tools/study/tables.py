@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardmuon.tools.study_config import grid
+from shardmuon.tools.study.config import grid
 from shardmuon.training.load import ConfigError
 
 __all__ = ["insert", "pictures", "read", "settings", "tables", "with_tables"]
