@@ -149,7 +149,8 @@ def from_dion(  # noqa: PLR0913  (its arguments)
 ) -> Migration:
     """`dion.Muon` (microsoft/dion, muon.py, megabatch_base.py, scalar_opts.py, polar_express.py).
 
-    cautious_wd: the same mask as ours, for matrices and under AdamW (scalar_opts.py).
+    cautious_wd: the same mask as ours, for matrices and under AdamW (scalar_opts.py); refused with
+    Lion, which has no such key here.
     use_polar_express: False also for versions without this argument. rest: `algorithm` of its
     groups that are not "muon": "adamw" or "lion". newton_schulz_func and use_gram_newton_schulz
     cannot be mapped; use_triton has no meaning here.
@@ -160,8 +161,15 @@ def from_dion(  # noqa: PLR0913  (its arguments)
     keys = _keys(lr, weight_decay, mu, nesterov, epsilon, sums=True)
     keys["ns_coefficients"] = "polar_express" if use_polar_express else "you"
     decay = {"weight_decay": weight_decay, "cautious_weight_decay": cautious_wd}
-    others = {"lr": lr, "betas": betas, **decay}
-    others |= _choice("rest", rest, {ADAMW: {"eps": epsilon}, "lion": {"algorithm": "lion"}})
+    kinds = {ADAMW: {**decay, "eps": epsilon}, "lion": {"algorithm": "lion"}}
+    others = {
+        "lr": lr,
+        "betas": betas,
+        "weight_decay": weight_decay,
+        **_choice("rest", rest, kinds),
+    }
+    if cautious_wd and rest == "lion":
+        raise ValueError("cautious_wd=True cannot be mapped with rest='lion'")
     return Migration(
         source="dion.Muon",
         keys={**keys, **decay, "ns_steps": 5},

@@ -167,15 +167,8 @@ def _add_study(commands: Any) -> None:
     study.add_argument("--tables", action="store_true", help="print tables of JSON files")
     study.add_argument("--into", type=Path, help="page whose tables are replaced, with --tables")
     study.add_argument(
-        "--figures", type=_folder, metavar="FOLDER", help="draw figures of JSON files into it"
+        "--figures", type=Path, metavar="FOLDER", help="draw figures of JSON files into it"
     )
-
-
-def _folder(text: str) -> Path:
-    path = Path(text)
-    if not path.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {path}")
-    return path
 
 
 def _mesh(text: str) -> tuple[int, int]:

@@ -35,18 +35,8 @@ def tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int, place: str = "
 
 
 def shards(parameter: torch.dtype, buffer: torch.dtype, place: str, **group: Any) -> list[Shard]:
-    settings = {
-        "lr": 0.02,
-        "weight_decay": 0.1,
-        "cautious_weight_decay": False,
-        "momentum_warmup": 0,
-        "momentum_start": 0.85,
-        "step": 1,
-        "momentum": 0.95,
-        "nesterov": True,
-        "adjust_lr_fn": None,
-        **group,
-    }
+    defaults = {name: key.default for name, key in MuonRule.keys.items()}
+    settings = {**defaults, "lr": 0.02, **group}
     return [
         Shard(
             tensor(shape, parameter, 3 * i, place),

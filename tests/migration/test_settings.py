@@ -178,6 +178,10 @@ def test_convolutions_of_keller_take_the_scale_of_their_kernel() -> None:
     [
         (lambda: migration.from_dion(adjust_lr="rms"), "adjust_lr must be one of"),
         (lambda: migration.from_dion(rest="lions"), "rest must be one of.*did you mean 'lion'"),
+        (
+            lambda: migration.from_dion(rest="lion", cautious_wd=True),
+            "cautious_wd=True cannot be mapped with rest='lion'",
+        ),
         (lambda: migration.from_dion(mu=1.5), "momentum must be a number in"),
         (lambda: migration.from_torch(adjust_lr_fn="spectral"), "adjust_lr_fn of torch.optim.Muon"),
         (lambda: migration.from_keller(adam={"amsgrad": True}), "'amsgrad', which cannot be"),

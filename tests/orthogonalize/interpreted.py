@@ -64,14 +64,9 @@ def check_elementwise() -> None:
         commit = Commit(None if word is None else torch.tensor(word))
         for nesterov in (True, False):
             gradients, momenta, parameters = ([part(s, columns) for s in sizes] for _ in range(3))
-            group = {
-                "momentum": 0.95,
-                "nesterov": nesterov,
-                "lr": 0.1,
-                "weight_decay": 0.5,
-                "cautious_weight_decay": cautious,
-                "adjust_lr_fn": None,
-            }
+            group = {name: key.default for name, key in MuonRule.keys.items()}
+            group |= {"lr": 0.1, "weight_decay": 0.5}
+            group |= {"nesterov": nesterov, "cautious_weight_decay": cautious}
             shards = [
                 Shard(p.clone(), g, {"momentum_buffer": m.clone()}, group, 1, 1)
                 for p, g, m in zip(parameters, gradients, momenta, strict=True)

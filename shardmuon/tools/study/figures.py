@@ -24,12 +24,13 @@ _SHOWN_FROM = 0.15
 
 
 def draw(whole: Whole, folder: Path, suffix: str = "svg") -> list[Path]:
-    """Write the figures that `pictures` names into `folder`; their paths.
+    """Write the figures that `pictures` names into `folder`, which is made; their paths.
 
     Raises ConfigError without matplotlib.
     """
     makers = {"loss": _loss, "sweep": _sweep, "variants": _variants}
     paths = []
+    folder.mkdir(parents=True, exist_ok=True)
     for kind in pictures(whole):
         path = folder / f"evidence-{whole['name']}-{kind}.{suffix}"
         _save(makers[kind](whole), path)
