@@ -110,6 +110,9 @@ def _add_plan(commands: Any) -> None:
         "--device", choices=("h200", "here"), default="h200", help="here: measure this machine"
     )
     plan.add_argument("--method", default="auto", help="of Newton-Schulz; auto: the quickest")
+    plan.add_argument(
+        "--block", type=_block, help="a step of blocks, ns_block, as in 256xall: rows x columns"
+    )
     plan.add_argument("--bucket-mb", type=_positive, help="bucket_bytes in 2^20 bytes")
     plan.add_argument(
         "--share-large", action="store_true", help="teams of ranks may share a large matrix"
@@ -176,6 +179,13 @@ def _mesh(text: str) -> tuple[int, int]:
     if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
         raise argparse.ArgumentTypeError(f"expected replicas x shards as in 8x128, got {text!r}")
     return int(sizes[0]), int(sizes[1])
+
+
+def _block(text: str) -> tuple[int | None, int | None]:
+    sizes = [None if size == "all" else _count(size) for size in text.split("x")]
+    if len(sizes) != 2 or sizes == [None, None]:
+        raise argparse.ArgumentTypeError(f"expected rows x columns as in 256xall, got {text!r}")
+    return sizes[0], sizes[1]
 
 
 def _count(text: str) -> int:
@@ -265,6 +275,7 @@ def _plan(options: argparse.Namespace) -> None:
                 shape=plan_model.Shape(replicas, shards),
                 method=options.method,
                 bucket_bytes=bucket_bytes,
+                block=options.block,
                 freedom=Freedom(device, options.share_large, options.replicas),
                 compare=options.compare,
                 json=options.json,

@@ -7,14 +7,14 @@ planner's own; times are those of `planning/simulation.py`, and predictions.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 from shardmuon.orthogonalize.coefficients import schedule_of
 from shardmuon.planning.cost import newton_schulz_flops
-from shardmuon.planning.cut import cut_parameter
+from shardmuon.planning.cut import Cut, cut_parameter
 from shardmuon.planning.device import Device
 from shardmuon.planning.layout import Layout, Mesh, Split
 from shardmuon.planning.matrix import Matrix
@@ -24,7 +24,7 @@ from shardmuon.planning.report import table
 from shardmuon.planning.simulation import Simulation, simulate
 from shardmuon.rules import RULES
 from shardmuon.tools import picture
-from shardmuon.tools.sources import Source
+from shardmuon.tools.sources import Listed, Source
 from shardmuon.training.load import ConfigError
 
 __all__ = ["Options", "Shape", "planned", "run"]
@@ -54,12 +54,16 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What was asked for. method: "auto" takes the quickest on the device."""
+    """What was asked for. method: "auto" takes the quickest on the device.
+
+    block: plan a step between, of blocks of so many rows and columns, as the group key `ns_block`.
+    """
 
     shape: Shape
     freedom: Freedom
     method: str = "auto"
     bucket_bytes: int | None = None
+    block: tuple[int | None, int | None] | None = None
     compare: bool = False
     json: Path | None = None
     plot: Path | None = None
@@ -73,7 +77,7 @@ def run(source: Source, options: Options) -> None:
     """Print the plan of `source`; write JSON and a picture if asked for."""
     plan, simulation = planned(source, options, options.shape)
     ranks = f"{options.shape.ranks} rank(s) ({options.shape})"
-    print(f"{source.title} on {ranks}, {options.device.name}\n")
+    print(f"{source.title} on {ranks}, {options.device.name}{_blocks(options)}\n")
     print("\n".join(_summary(plan, simulation, options)))
     print("\n" + "\n".join(_by_ranks(source, options)))
     if options.compare:
@@ -93,8 +97,9 @@ def planned(source: Source, options: Options, shape: Shape) -> tuple[Plan, Simul
         rule = RULES.get(listed.keys["algorithm"])
         if rule is None:
             continue
-        keys = {key: listed.keys[key] for key in STRUCTURAL if key in listed.keys}
-        for suffix, cut in cut_parameter(listed.shape, **keys):
+        if rule.row_state and options.block and options.block[1]:
+            raise ConfigError(f"{source.title}: blocks cut rows, of which its rule has a number")
+        for suffix, cut in _cuts(listed, options):
             method = options.method
             if method == "auto":
                 method = _quickest(options, cut.rows, cut.cols, len(source.parameters))
@@ -119,6 +124,23 @@ def planned(source: Source, options: Options, shape: Shape) -> tuple[Plan, Simul
         raise ConfigError(f"{source.title}: no parameter takes Muon")
     plan = make_plan(matrices, bucket_bytes=options.bucket_bytes, freedom=options.freedom)
     return plan, simulate(plan, options.device, _other_elements(source))
+
+
+def _cuts(listed: Listed, options: Options) -> Iterator[tuple[str, Cut]]:
+    """What the step orthogonalizes of a parameter, each with the suffix of its id."""
+    keys = {key: listed.keys[key] for key in STRUCTURAL if key in listed.keys}
+    for suffix, cut in cut_parameter(listed.shape, **keys):
+        if options.block is None:
+            yield suffix, cut
+        else:
+            yield from ((suffix + number, tile) for number, tile in cut.tiles(*options.block))
+
+
+def _blocks(options: Options) -> str:
+    """How a heading says which step it is."""
+    if options.block is None:
+        return ""
+    return f", a step of blocks of {' x '.join(str(size or 'all') for size in options.block)}"
 
 
 def _quickest(options: Options, rows: int, cols: int, parameters: int) -> str:

@@ -74,6 +74,31 @@ def test_rows_of_normuon_are_in_the_plan(tmp_path: Path) -> None:
     assert much > sent["muon"][1]
 
 
+def test_blocks_that_are_shards_do_not_travel(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the matrices of gpt2-124m one of 8 ranks holds 96, 288 or 384 rows."""
+    found = {}
+    for block in ("96xall", "allx512"):
+        assert main(["plan", "gpt2-124m", "--ranks", "8", "--block", block]) == 0
+        said = capsys.readouterr().out
+        assert f"a step of blocks of {block.replace('x', ' x ')}\n" in said
+        lines = said.splitlines()
+        found[block] = {line[:32].strip(): line[32:] for line in lines}
+    blocks = 12 * (2304 + 768 + 3072 + 768) // 96
+    assert found["96xall"]["matrices"].split()[0] == str(blocks)
+    assert found["96xall"]["sent, received by its rank, MB"] == "0.0, 0.0"
+    assert found["allx512"]["sent, received by its rank, MB"] != "0.0, 0.0"
+
+
+def test_blocks_do_not_cut_rows_of_which_a_rule_has_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "normuon.yaml"
+    path.write_text("optimizer: {muon: {algorithm: normuon}}\n")
+    assert main(["plan", str(path), "--block", "32xall"]) == 0
+    assert main(["plan", str(path), "--block", "32x32"]) == 2
+    assert "blocks cut rows" in capsys.readouterr().err
+
+
 def test_more_ranks_than_matrices_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "gpt2-124m", "--ranks", "64"]) == 0
     said = capsys.readouterr().out
@@ -85,7 +110,14 @@ def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["plan", "nothing-there", "--ranks", "2"]) == 2
     assert main(["plan", "gpt2-124m", "--ranks", "2", "--mesh", "2x2"]) == 2
     assert "--mesh 2x2 is not --ranks 2" in capsys.readouterr().err
-    for wrong in (["--mesh", "2"], ["--ranks", "0"], ["--device", "abacus"]):
+    for wrong in (
+        ["--mesh", "2"],
+        ["--ranks", "0"],
+        ["--device", "abacus"],
+        ["--block", "256"],
+        ["--block", "allxall"],
+        ["--block", "0xall"],
+    ):
         with pytest.raises(SystemExit):
             main(["plan", "gpt2-124m", *wrong])
 
