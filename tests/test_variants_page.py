@@ -6,6 +6,8 @@ That is: the same bits on any layout, checkpoints that move between ranks, and o
 from __future__ import annotations
 
 import contextlib
+import re
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,6 +21,8 @@ import shardmuon
 from shardmuon import rules
 from shardmuon.checkpoint import Checkpointer
 from shardmuon.groups import ALGORITHMS
+from shardmuon.training.config import OptimizerSection
+from shardmuon.training.load import load
 from tests import models, ranks
 from tests.conftest import Worlds
 from tests.exchange.test_overlap import (
@@ -60,6 +64,15 @@ def page() -> Iterator[dict[str, Any]]:
 def test_the_rule_is_one_short_file() -> None:
     (block,) = (each for each in examples(PAGE) if "rules.register" in each)
     assert len(block.splitlines()) < LONGEST
+
+
+def test_the_settings_of_train_py_are_understood(tmp_path: Path) -> None:
+    found = re.findall(r"^    optimizer:\n(?:      .+\n)+", PAGE.read_text("utf-8"), re.MULTILINE)
+    assert len(found) >= 7
+    for text in found:
+        path = tmp_path / "run.yaml"
+        path.write_text(textwrap.dedent(text), encoding="utf-8")
+        assert load(path).optimizer != OptimizerSection()
 
 
 def test_a_refused_step_changes_nothing() -> None:
