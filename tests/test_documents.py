@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from shardmuon.rules import ELEMENT_RULES, RULES, ElementRule, UpdateRule
 from tests import ranks
 from tests.conftest import Worlds
 
@@ -67,6 +69,16 @@ def test_every_page_is_in_the_index() -> None:
     folder = ROOT / "docs"
     pages = {path.relative_to(folder).as_posix() for path in folder.rglob("*.md")} - {"README.md"}
     assert pages <= listed
+
+
+def test_the_guide_has_every_group_key_with_its_default() -> None:
+    text = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| (\w+) \| (`.*|those of muon.*) \|$", text, re.MULTILINE))
+    rules: dict[str, UpdateRule | ElementRule] = {**RULES, **ELEMENT_RULES}
+    for algorithm, rule in rules.items():
+        row = rows[algorithm].replace("those of muon", rows["muon"])
+        shown = {k: ast.literal_eval(value) for k, value in re.findall(r"`(\w+)=([^`]+)`", row)}
+        assert shown == {k: key.default for k, key in rule.keys.items() if k != "step"}
 
 
 def test_the_two_commands_are_in_the_first_screen() -> None:
