@@ -50,15 +50,15 @@ def to_torch(model: nn.Module, optimizer: Muon) -> tuple[StateDict | None, State
     return for the same parameters in groups of the same order, with `param_names` from the model.
     Tensors are the optimizer's own, as in torch's state dicts: dtype, bits and placement are as
     they are here, and later steps change them. Keys that torch does not have (ns_dtype,
-    ns_method, momentum_dtype, algorithm, mesh) are left out: torch orthogonalizes in bf16, and its
+    ns_method, momentum_dtype, algorithm, mesh, step) are left out: torch orthogonalizes in bf16, and its
     `load_state_dict` casts momentum to the parameter's dtype.
 
     model: holds all parameters of `optimizer`; one under FSDP2 is resharded.
 
     Raises ValueError, with the parameter and the key, for what `torch.optim.Muon` cannot express:
     split_sizes, num_heads, transposed, flatten, stacks of matrices, a triple per step, eps=None,
-    adjust_lr_fn="spectral"; for cautious_weight_decay=True, in adamw groups too; and for groups of
-    other algorithms than muon and adamw.
+    adjust_lr_fn="spectral", momentum_warmup, ns_period; for cautious_weight_decay=True, in adamw
+    groups too; and for groups of other algorithms than muon and adamw.
     """
     optimizer.state_dict()  # makes state that is still missing; has no other effect
     groups = _name_groups(_parameters(model), optimizer)
