@@ -50,8 +50,8 @@ def to_torch(model: nn.Module, optimizer: Muon) -> tuple[StateDict | None, State
     return for the same parameters in groups of the same order, with `param_names` from the model.
     Tensors are the optimizer's own, as in torch's state dicts: dtype, bits and placement are as
     they are here, and later steps change them. Keys that torch does not have (ns_dtype,
-    ns_method, momentum_dtype, algorithm, mesh, step) are left out: torch orthogonalizes in bf16, and its
-    `load_state_dict` casts momentum to the parameter's dtype.
+    ns_method, momentum_dtype, algorithm, mesh, step) are left out: torch orthogonalizes in bf16,
+    and its `load_state_dict` casts momentum to the parameter's dtype.
 
     model: holds all parameters of `optimizer`; one under FSDP2 is resharded.
 
