@@ -1,11 +1,22 @@
-"""Start `train.py` on a very small model, as a user would."""
+"""Runs of `train.py` for tests: as a user starts it, or by the ranks of a pool."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from shardmuon.exchange import collectives
+from shardmuon.training import run
+from shardmuon.training.load import load
+from tests import ranks
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 90
@@ -57,3 +68,37 @@ def train(
         cwd=ROOT,
         env=environment,
     )
+
+
+def train_as_rank(config: str, overrides: Sequence[str]) -> None:
+    """A whole run by the ranks of the pool; they have a process group already and keep it."""
+    device = ranks.device()
+    environment = {
+        "RANK": collectives.rank(),
+        "LOCAL_RANK": device.index or 0,
+        "WORLD_SIZE": collectives.world_size(),
+    }
+    wanted = load(config, [f"mesh.device={device.type}", *overrides])
+    wanted.check_ranks(collectives.world_size())
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, str(value))
+        patch.setattr(collectives, "start", lambda *_: None)
+        patch.setattr(collectives, "stop", lambda: None)
+        run.run(run.prepare(wanted), [])
+
+
+def final_tensors(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, whole, by their path."""
+    dcp_to_torch_save(checkpoint, scratch / "whole.pt")
+    flat: dict[str, torch.Tensor] = {}
+
+    def collect(where: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            flat[where] = value
+            return
+        for key, item in value.items():
+            collect(f"{where}/{key}", item)
+
+    collect("", torch.load(scratch / "whole.pt", weights_only=True))
+    return flat

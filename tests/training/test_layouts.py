@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 
 from shardmuon import clipping
-from shardmuon.exchange import collectives
 from shardmuon.exchange.blocks import local
-from shardmuon.training import metrics, place, run
+from shardmuon.training import metrics, place
 from shardmuon.training.config import Mesh, Model, Precision
-from shardmuon.training.load import load
 from shardmuon.training.model import build
 from tests import ranks
 from tests.conftest import Worlds
@@ -43,23 +41,10 @@ MESHES = [
 
 
 def train(mesh: Mesh, overrides: list[str]) -> None:
-    """A whole run by the ranks of the pool; they have a process group already and keep it."""
-    device = ranks.device()
-    environment = {
-        "RANK": collectives.rank(),
-        "LOCAL_RANK": device.index or 0,
-        "WORLD_SIZE": collectives.world_size(),
-    }
+    """A whole run by the ranks of the pool."""
     layout = [f"mesh.replicate={mesh.replicate}", f"mesh.tensor={mesh.tensor}"]
     layout += ["mesh.check_replicas=2", "logging.orthogonality=true"]
-    config = load(TINY, [*SETTINGS, *layout, f"mesh.device={device.type}", *overrides])
-    config.check_ranks(collectives.world_size())
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, str(value))
-        patch.setattr(collectives, "start", lambda *_: None)
-        patch.setattr(collectives, "stop", lambda: None)
-        run.run(run.prepare(config), [])
+    launch.train_as_rank(TINY, [*SETTINGS, *layout, *overrides])
 
 
 def numbers(pools: Worlds, world: int, mesh: Mesh, text: list[str], folder: Path) -> Numbers:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardmuon.training import main, metrics
 from tests.training import launch
@@ -25,22 +24,6 @@ def numbers(folder: Path, event: str, *keys: str) -> dict[int, list[Any]]:
     return {record["step"]: [record[key] for key in keys] for record in records}
 
 
-def final_tensors(checkpoint: Path, scratch: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, whole, by their path."""
-    dcp_to_torch_save(checkpoint, scratch / "whole.pt")
-    flat: dict[str, torch.Tensor] = {}
-
-    def collect(where: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            flat[where] = value
-            return
-        for key, item in value.items():
-            collect(f"{where}/{key}", item)
-
-    collect("", torch.load(scratch / "whole.pt", weights_only=True))
-    return flat
-
-
 def assert_same_run(straight: Path, resumed: Path, scratch: Path, from_step: int) -> None:
     for event, keys in (
         ("train", ("loss", "grad_norm", "update_rms", "lr")),
@@ -52,7 +35,7 @@ def assert_same_run(straight: Path, resumed: Path, scratch: Path, from_step: int
         assert steps
         assert [part[step] for step in steps] == [whole[step] for step in steps]
     last = "checkpoints/step_00000006"
-    left, right = (final_tensors(folder / last, scratch) for folder in (straight, resumed))
+    left, right = (launch.final_tensors(folder / last, scratch) for folder in (straight, resumed))
     assert left.keys() == right.keys()
     for name, value in left.items():
         assert torch.equal(value, right[name]), name
