@@ -27,7 +27,9 @@ from shardmuon.training.model import CausalLM
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "evidence.md"
-MEASURED = sorted((ROOT / "docs" / "evidence").glob("*.json"))
+NAMES = sorted(path.stem for path in (ROOT / "configs" / "study").glob("*.yaml"))
+FILES = [ROOT / "docs" / "evidence" / f"{name}.json" for name in NAMES]
+MEASURED = [path for path in FILES if path.exists()]
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -400,7 +402,7 @@ def test_figures_are_the_same_bytes_each_time(whole: dict[str, Any], tmp_path: P
 
 def test_the_page_holds_what_was_measured() -> None:
     text, studies = PAGE.read_text(encoding="utf-8"), study_tables.read(MEASURED)
-    advice = "python -m shardmuon study --tables docs/evidence/*.json --into docs/evidence.md"
+    advice = "python -m shardmuon study --tables docs/evidence/NAME.json --into docs/evidence.md"
     assert study_tables.with_tables(text, studies) == text, advice
     for found in studies:
         assert found["summary"] == json.loads(json.dumps(study_summary.summarize(found)))
