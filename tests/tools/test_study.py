@@ -219,11 +219,11 @@ def test_a_process_that_dies_fails_its_run_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study, _ = load_study(write(tmp_path))
-    tasks = study_plan.plan(study, tmp_path, {})["sweep"][:3]
+    tasks = study_plan.plan(study, tmp_path, {})["sweep"][:2]
     monkeypatch.setattr(study_pool, "serve", die)
     taken: list[Any] = []
-    with study_pool.Pool(2, tmp_path) as pool:
-        pool.run(tasks, 2, lambda task: True, lambda task, found: taken.append((task, found)))
+    with study_pool.Pool(1, tmp_path) as pool:
+        pool.run(tasks, 1, lambda task: True, lambda task, found: taken.append((task, found)))
     assert {id(task) for task, _ in taken} == {id(task) for task in tasks}
     assert {found["error"] for _, found in taken} == {"its process ended with 7"}
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from shardmuon.training import main, metrics
+from tests.ranks import RankPools
 from tests.training import launch
 
 TINY = str(launch.ROOT / "configs" / "tiny.yaml")
@@ -41,17 +42,14 @@ def assert_same_run(straight: Path, resumed: Path, scratch: Path, from_step: int
         assert torch.equal(value, right[name]), name
 
 
-def test_resume_on_two_ranks_is_bit_identical(tmp_path: Path) -> None:
+def test_resume_on_two_ranks_is_bit_identical(pools: RankPools, tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
-    common = [TINY, *launch.SMALL, *launch.text_files(tmp_path / "text")]
+    common = [*launch.SMALL, *launch.text_files(tmp_path / "text")]
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    result = launch.train(*common, f"logging.directory={straight}")
-    assert result.returncode == 0, result.stderr
+    pools.run(2, launch.train_as_rank, TINY, [*common, f"logging.directory={straight}"])
     half = straight / "checkpoints" / "step_00000003"
-    result = launch.train(*common, f"logging.directory={resumed}", f"checkpoint.resume={half}")
-    assert result.returncode == 0, result.stderr
-    assert f"resuming from {half} after step 3" in result.stdout
-    assert "changed since" not in result.stdout
+    more = [f"logging.directory={resumed}", f"checkpoint.resume={half}"]
+    pools.run(2, launch.train_as_rank, TINY, [*common, *more])
     assert min(numbers(resumed, "train")) == 4
     assert_same_run(straight, resumed, tmp_path, 3)
 
@@ -77,7 +75,9 @@ def test_stop_and_resume_alone(
     torch.manual_seed(99)  # a resumed run must not depend on what was drawn before
     assert main.main([*common, f"logging.directory={stopped}"]) == 0
     assert_same_run(straight, stopped, tmp_path, 0)
-    assert "train longer" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"resuming from {stopped / 'checkpoints' / 'step_00000004'} after step 4" in out
+    assert "train longer" in out
 
 
 def test_finished_run_starts_nothing_anew(
