@@ -88,7 +88,7 @@ def simulate(plan: Plan, device: Device, other_elements: int = 0) -> Simulation:
     if works:
         run.apply(len(works) - 1, works[-1])
     share = other_elements / max(1, len(plan.ranks)) * ADAMW_BYTES
-    run.compute("adamw", -1, dict.fromkeys(plan.ranks, share / device.memory_gbs * 1e-6))
+    run.compute("elements", -1, dict.fromkeys(plan.ranks, share / device.memory_gbs * 1e-6))
     host = device.host_ms + device.host_ms_per_matrix * _present(plan)
     step = host + run.end if device.is_host else max(host, run.end)
     return Simulation(tuple(run.spans), step, host)

@@ -22,7 +22,7 @@ COLOURS = {
     "orthogonalize": "#0072B2",
     "scatter": "#E69F00",
     "apply": "#009E73",
-    "adamw": "#CC79A7",
+    "elements": "#CC79A7",
     COMMUNICATION: "#D55E00",
     REST: "#DDDDDD",
 }
