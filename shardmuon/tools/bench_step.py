@@ -22,17 +22,21 @@ import torch
 
 from shardmuon.exchange import collectives
 from shardmuon.muon import Muon
+from shardmuon.planning.device import DEVICES
+from shardmuon.planning.plan import Plan
 from shardmuon.planning.report import table
+from shardmuon.planning.simulation import simulate
 from shardmuon.tools.profiling import record
 from shardmuon.tools.subjects import RUNTIMES, Unfit, make_optimizers, make_subject
 from shardmuon.tools.workloads import WORKLOADS, Workload
 from shardmuon.training import place
 from shardmuon.training.config import Mesh
+from shardmuon.training.load import ConfigError
 from shardmuon.training.place import Place
 
-__all__ = ["Measured", "run", "summary"]
+__all__ = ["Measured", "measured_loads", "run", "summary"]
 
-FIRST = 3
+FIRST, PROFILED = 3, 3
 HEADER = ("optimizer", "step ms", "iteration ms", "peak GB", "first 3, s", "exposed", "imbalance")
 NOTES = {
     "vanilla": "torch.optim.Muon on the DTensors as they are",
@@ -47,26 +51,39 @@ class Measured:
 
     first_steps_s: the optimizer made and the first three iterations with it. peak_gb: 10^9 bytes
     that torch had allocated at once. exposed: share of a step in which only communication ran.
-    imbalance: of the plan.
+    imbalance, makespan_ms: what the plan promises of Newton-Schulz, the time by the device's model.
+    measured_imbalance, measured_makespan_ms: of the time that ranks spent in it.
     """
 
     step_ms: float
     iteration_ms: float | None
     peak_gb: float | None
     first_steps_s: float
-    exposed: float | None
-    imbalance: float | None
+    exposed: float | None = None
+    imbalance: float | None = None
+    makespan_ms: float | None = None
+    measured_imbalance: float | None = None
+    measured_makespan_ms: float | None = None
 
 
-def run(model: str, names: Sequence[str], steps: int, file: Path | None) -> None:
+def run(
+    model: str, names: Sequence[str], steps: int, file: Path | None, replicate: int = 1
+) -> None:
     """Measure the optimizers called `names` on the workload `model` and print a table. Collective.
 
     steps: measured iterations after three that are not. file: where to write all numbers as JSON.
+    replicate: replicas of the sharded model (HSDP).
     """
-    here = place.start(Mesh(), place.choose_device(Mesh()))
+    if place.ranks_started() % replicate:
+        raise ConfigError(
+            f"--replicate: got {replicate}, expected a divisor of the number of ranks, "
+            f"{place.ranks_started()}"
+        )
+    mesh = Mesh(replicate=replicate)
+    here = place.start(mesh, place.choose_device(mesh))
     workload = WORKLOADS[model]
     say = print if here.first else _silent
-    title = _title(model, workload, here)
+    title = _title(model, workload, here, replicate)
     say(title)
     found: dict[str, Measured] = {}
     for name in names:
@@ -78,13 +95,14 @@ def run(model: str, names: Sequence[str], steps: int, file: Path | None) -> None
         else:
             say(f"skipped {name}: {result}", flush=True)
     for name, each in found.items():
-        found[name] = replace(each, exposed=_exposed(name, workload, here))
+        found[name] = replace(each, **_profiled(name, workload, here))
     lines = summary(found)
     say("\n" + "\n".join([*table(HEADER, _rows(found)), "", *lines]))
     if file is not None and here.first:
         results = {name: asdict(each) for name, each in found.items()}
-        tree = {"model": model, "title": title, "ranks": here.ranks, "steps": steps}
-        tree |= {"torch": torch.__version__, "optimizers": results, "summary": lines}
+        tree = {"model": model, "title": title, "ranks": here.ranks, "replicate": replicate}
+        tree |= {"device": _device(here), "torch": torch.__version__, "steps": steps}
+        tree |= {"optimizers": results, "summary": lines}
         file.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
     collectives.barrier()
     collectives.stop()
@@ -94,12 +112,18 @@ def _silent(*_: object, **__: object) -> None:
     pass
 
 
-def _title(model: str, workload: Workload, here: Place) -> str:
-    cuda = here.device.type == "cuda"
-    where = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s)"
+def _title(model: str, workload: Workload, here: Place, replicate: int) -> str:
     batch = f"{workload.sequences} x {workload.tokens} tokens a rank"
     batch = batch if workload.trains else "parameters with made-up gradients"
-    return f"{model}, {batch}, {here.ranks} rank(s) on {where}, torch {torch.__version__}"
+    mesh = f" ({replicate}x{here.ranks // replicate})" if replicate > 1 else ""
+    ranks = f"{here.ranks} rank(s){mesh}"
+    return f"{model}, {batch}, {ranks} on {_device(here)}, torch {torch.__version__}"
+
+
+def _device(here: Place) -> str:
+    if here.device.type == "cuda":
+        return torch.cuda.get_device_name()
+    return f"CPU, {torch.get_num_threads()} thread(s)"
 
 
 def _measure_or_skip(name: str, workload: Workload, here: Place, steps: int) -> Measured | str:
@@ -153,6 +177,7 @@ def _measure(name: str, workload: Workload, here: Place, steps: int) -> Measured
     times = [_marked(clock, subject.iterate) for _ in range(steps)]
     clock.settle()
     peak = torch.cuda.max_memory_allocated() / 1e9 if clock.cuda else None
+    plan = next((o.plan for o in subject.optimizers if isinstance(o, Muon)), None)
     return Measured(
         step_ms=statistics.median(clock.between(marks[1], marks[2]) for marks in times),
         iteration_ms=statistics.median(clock.between(marks[0], marks[2]) for marks in times)
@@ -160,24 +185,45 @@ def _measure(name: str, workload: Workload, here: Place, steps: int) -> Measured
         else None,
         peak_gb=peak,
         first_steps_s=first,
-        exposed=None,
-        imbalance=next((o.plan.imbalance for o in subject.optimizers if isinstance(o, Muon)), None),
+        imbalance=None if plan is None else plan.imbalance,
+        makespan_ms=None if plan is None else _makespan_ms(plan, clock.cuda),
     )
 
 
-def _exposed(name: str, workload: Workload, here: Place) -> float | None:
-    """Share of one profiled step; None if the host's trace cannot tell waiting from computing."""
+def _makespan_ms(plan: Plan, cuda: bool) -> float:
+    """Newton-Schulz of the busiest rank, as `python -m shardmuon plan` predicts it."""
+    times = simulate(plan, DEVICES["h200" if cuda else "cpu"]).phase_ms("orthogonalize")
+    return max(times.values(), default=0.0)
+
+
+def _profiled(name: str, workload: Workload, here: Place) -> dict[str, float]:
+    """What profiled steps add, means over them.
+
+    Nothing without a GPU if phases have no names: the host then seems to compute while it waits.
+    """
+    if here.device.type != "cuda" and name not in RUNTIMES:
+        return {}
     subject = make_subject(workload, here)
     subject.optimizers = make_optimizers(name, subject)
     for _ in range(FIRST):
         subject.iterate()
     with tempfile.TemporaryDirectory() as folder:
-        found = record(subject, 1, Path(folder) / "trace.json.gz")
+        found = record(subject, PROFILED, Path(folder) / "trace.json.gz")
     del subject
     _forget(here)
-    share = found.summary().exposed_share if found.phased or not found.on_host else None
-    shares = [each for each in collectives.gather_objects(share) if each is not None]
-    return max(shares, default=None)
+    times = found.summary()
+    ranks = collectives.gather_objects((times.exposed_share, times.orthogonalize_ms))
+    shares, busy_ms = zip(*ranks, strict=True)
+    return {"exposed": max(shares), **measured_loads(busy_ms)}
+
+
+def measured_loads(busy_ms: Sequence[float]) -> dict[str, float]:
+    """Makespan and imbalance of the times that ranks took; nothing if no phase was named."""
+    if not any(busy_ms):
+        return {}
+    makespan = max(busy_ms)
+    imbalance = makespan * len(busy_ms) / sum(busy_ms)
+    return {"measured_makespan_ms": makespan, "measured_imbalance": imbalance}
 
 
 class _Clock:
@@ -223,10 +269,17 @@ def _rows(found: dict[str, Measured]) -> list[tuple[str, ...]]:
             _text(each.peak_gb, ".1f"),
             f"{each.first_steps_s:.1f}",
             _text(each.exposed, ".1%"),
-            _text(each.imbalance, ".3f"),
+            _imbalances(each),
         )
         for name, each in found.items()
     ]
+
+
+def _imbalances(each: Measured) -> str:
+    """Planned and measured."""
+    if each.imbalance is None:
+        return "-"
+    return f"{each.imbalance:.3f} / {_text(each.measured_imbalance, '.3f')}"
 
 
 def _text(value: float | None, form: str) -> str:

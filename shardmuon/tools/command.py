@@ -15,6 +15,8 @@ from typing import Any
 
 from shardmuon.checkpoint.publish import CheckpointError, candidates, read_manifest
 from shardmuon.planning.models import MODELS
+from shardmuon.tools import bench_scaling
+from shardmuon.tools.arguments import count, names_among
 from shardmuon.tools.workloads import OPTIMIZERS, PACKAGES, WORKLOADS
 from shardmuon.training.load import ConfigError
 
@@ -77,14 +79,20 @@ def _parser() -> argparse.ArgumentParser:
     step = kinds.add_parser("step", help="optimizer steps and whole iterations, side by side")
     step.add_argument("model", choices=WORKLOADS)
     step.add_argument(
-        "--optimizers", type=_optimizers, help="which, as in adamw,shardmuon; left out: all five"
+        "--optimizers",
+        type=names_among(*OPTIMIZERS, *PACKAGES),
+        help="which, as in adamw,shardmuon; left out: all five",
     )
     step.add_argument("--packages", action="store_true", help="also those of other packages")
-    step.add_argument("--steps", type=_count, default=12, help="measured iterations")
+    step.add_argument("--steps", type=count, default=12, help="measured iterations")
+    step.add_argument("--replicate", type=count, default=1, help="replicas of the model (HSDP)")
     step.add_argument("--json", type=_new_file, help="file for all numbers")
+    bench_scaling.add_arguments(
+        kinds.add_parser("scaling", help="bench step on several numbers of ranks, in one table")
+    )
     share = kinds.add_parser("share", help="one large matrix, by one owner and by a team")
-    share.add_argument("rows", type=_count)
-    share.add_argument("cols", type=_count)
+    share.add_argument("rows", type=count)
+    share.add_argument("cols", type=count)
     _add_plan(commands)
     _add_generate(commands)
     _add_plot(commands)
@@ -93,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("model", choices=WORKLOADS)
     trace.add_argument("--folder", type=Path, default=Path("trace"), help="for traces and picture")
     trace.add_argument("--overlap", action="store_true", help="with Runtime(overlap='backward')")
-    trace.add_argument("--steps", type=_count, default=3, help="profiled iterations")
+    trace.add_argument("--steps", type=count, default=3, help="profiled iterations")
     return parser
 
 
@@ -104,7 +112,7 @@ def _add_plan(commands: Any) -> None:
         help="a configuration, a Hugging Face folder, config.json or .safetensors file, or one of "
         + ", ".join(MODELS),
     )
-    plan.add_argument("--ranks", type=_count, help="FSDP2 over that many; left out: 8")
+    plan.add_argument("--ranks", type=count, help="FSDP2 over that many; left out: 8")
     plan.add_argument("--mesh", type=_mesh, help="replicas x shards, as in 8x128")
     plan.add_argument(
         "--device", choices=("h200", "here"), default="h200", help="here: measure this machine"
@@ -134,11 +142,11 @@ def _add_generate(commands: Any) -> None:
         "checkpoint", type=Path, help="a checkpoint, or a run's folder: its newest"
     )
     generate.add_argument("--prompt", default="\n", help="text to begin with; left out: a new line")
-    generate.add_argument("--tokens", type=_count, default=256, help="how many to write at most")
+    generate.add_argument("--tokens", type=count, default=256, help="how many to write at most")
     generate.add_argument(
         "--temperature", type=_not_negative, default=0.8, help="0 always takes the likeliest token"
     )
-    generate.add_argument("--top-k", type=_count, default=0, help="draw among that many only")
+    generate.add_argument("--top-k", type=count, default=0, help="draw among that many only")
     generate.add_argument("--seed", type=int, default=0)
 
 
@@ -163,7 +171,7 @@ def _add_study(commands: Any) -> None:
     study.add_argument(
         "files", nargs="+", type=Path, help="one YAML file; or JSON files of studies"
     )
-    study.add_argument("--workers", type=_count, default=1, help="runs that go on side by side")
+    study.add_argument("--workers", type=count, default=1, help="runs that go on side by side")
     study.add_argument("--minutes", type=_positive, help="start no run that would end later")
     study.add_argument("--folder", type=Path, help="of the study; left out: runs/study-NAME")
     study.add_argument("--out", type=Path, help="file for the numbers; left out: in the folder")
@@ -182,26 +190,10 @@ def _mesh(text: str) -> tuple[int, int]:
 
 
 def _block(text: str) -> tuple[int | None, int | None]:
-    sizes = [None if size == "all" else _count(size) for size in text.split("x")]
+    sizes = [None if size == "all" else count(size) for size in text.split("x")]
     if len(sizes) != 2 or sizes == [None, None]:
         raise argparse.ArgumentTypeError(f"expected rows x columns as in 256xall, got {text!r}")
     return sizes[0], sizes[1]
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
-
-
-def _optimizers(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    for name in names:
-        if name not in (*OPTIMIZERS, *PACKAGES):
-            known = ", ".join((*OPTIMIZERS, *PACKAGES))
-            raise argparse.ArgumentTypeError(f"got {name!r}, expected names among {known}")
-    return names
 
 
 def _new_file(text: str) -> Path:
@@ -226,6 +218,9 @@ def _not_negative(text: str) -> float:
 
 
 def _bench(options: argparse.Namespace) -> None:
+    if options.what == "scaling":
+        bench_scaling.run(bench_scaling.options_of(options))
+        return
     from shardmuon.tools import bench_ns, bench_share, bench_step
 
     if options.what == "ns":
@@ -237,7 +232,7 @@ def _bench(options: argparse.Namespace) -> None:
     names = options.optimizers or OPTIMIZERS
     if options.packages:
         names = (*names, *(name for name in PACKAGES if name not in names))
-    bench_step.run(options.model, names, options.steps, options.json)
+    bench_step.run(options.model, names, options.steps, options.json, options.replicate)
 
 
 def _trace(options: argparse.Namespace) -> None:

@@ -115,7 +115,10 @@ class Subject:
 
 
 def make_subject(workload: Workload, place: Place) -> Subject:
-    """A model with random weights, sharded over all ranks; no optimizer yet."""
+    """A model with random weights, sharded over all ranks; no optimizer yet.
+
+    Replicas get equal weights, and as in training each rank tokens of its own.
+    """
     cuda = place.device.type == "cuda"
     precision = Precision(compute="bfloat16" if cuda else "float32")
     model, layers = unfilled(workload.model)
@@ -124,17 +127,23 @@ def make_subject(workload: Workload, place: Place) -> Subject:
         for each in (*layers, model):
             fully_shard(each, mesh=place.mesh, mp_policy=policy if cuda else MixedPrecisionPolicy())
     model.to_empty(device=place.device)
-    generator = torch.Generator(place.device).manual_seed(SEED + place.rank)
+    generator = torch.Generator(place.device).manual_seed(SEED + _shard(place))
     _fill(model.parameters(), generator)
     if isinstance(workload.model, Experts):
         _make_up_gradients(model.parameters(), generator)
         return Subject(model, place, precision, None, None)
+    generator.manual_seed(SEED + place.rank)
     shape = workload.sequences, workload.tokens
     ids = workload.model.vocab_size
     inputs, targets = (
         torch.randint(ids, shape, generator=generator, device=place.device) for _ in range(2)
     )
     return Subject(model, place, precision, inputs, targets)
+
+
+def _shard(place: Place) -> int:
+    """Which shard of the parameters this rank holds."""
+    return place.rank if place.mesh is None else place.mesh.get_local_rank("shard")
 
 
 def unfilled(sizes: Model | Experts) -> tuple[nn.Module, nn.ModuleList]:

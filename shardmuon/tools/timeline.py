@@ -137,11 +137,6 @@ class Timeline:
     windows: tuple[Interval, ...]
     on_host: bool
 
-    @property
-    def phased(self) -> bool:
-        """True if the optimizer names its phases: else the host's work cannot be told apart."""
-        return any(span.phase not in (MODEL, REST, COMMUNICATION) for span in self.spans)
-
     def last_step(self) -> Timeline:
         """The last step alone, without the model's work."""
         number = len(self.windows) - 1

@@ -1,4 +1,4 @@
-"""`bench step` and `trace` as a user starts them, and what they refuse."""
+"""`trace` as a user starts it, and what `bench` and `trace` refuse."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import pytest
 from shardmuon.tools import command, picture
 from tests.training import launch
 
-OPTIMIZERS = ["adamw", "vanilla", "owner", "shardmuon", "overlap"]
-
 
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command on two ranks; a module takes the place of the script."""
@@ -29,34 +27,6 @@ def cells(output: str, first: str) -> dict[str, list[str]]:
     end = lines.index("", begin)
     rows = [re.split(r"  +", line) for line in lines[begin + 2 : end]]
     return {row[0]: row[1:] for row in rows}
-
-
-def test_bench_step_on_two_ranks(tmp_path: Path) -> None:
-    file = tmp_path / "numbers.json"
-    done = start("bench", "step", "tiny", "--steps", "3", "--json", str(file))
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr
-    numbers = json.loads(file.read_text())
-    assert (numbers["model"], numbers["ranks"], numbers["steps"]) == ("tiny", 2, 3)
-    assert list(numbers["optimizers"]) == OPTIMIZERS
-    for name, found in numbers["optimizers"].items():
-        assert 0 < found["step_ms"] < found["iteration_ms"], name
-        assert found["first_steps_s"] > 0
-        assert found["peak_gb"] is None
-        ours = name in ("owner", "shardmuon", "overlap")
-        assert found["imbalance"] == (1.0 if ours else None)
-        assert 0 < found["exposed"] < 1 if ours else found["exposed"] is None
-    rows = cells(done.stdout, "optimizer")
-    assert list(rows) == OPTIMIZERS
-    step = numbers["optimizers"]["shardmuon"]["step_ms"]
-    assert rows["shardmuon"][0] == f"{step:.1f}"
-    assert rows["adamw"][2:] == ["-", rows["adamw"][3], "-", "-"]
-    assert "measured owner (all matrices in one bucket" in done.stdout
-    faster = numbers["optimizers"]["vanilla"]["step_ms"] / step
-    first, second = numbers["summary"]
-    assert first.startswith(f"shardmuon over vanilla: step {faster:.2f} times as fast, iteration")
-    assert re.fullmatch(r"iteration with shardmuon over AdamW's: [+-]\d+\.\d%", second)
-    assert done.stdout.endswith(f"{first}\n{second}\n")
 
 
 def test_trace_on_two_ranks(tmp_path: Path) -> None:
@@ -104,7 +74,9 @@ REFUSED = {
     "no kind": (["bench"], "required: what"),
     "optimizer": (["bench", "step", "tiny", "--optimizers", "adamw,sgd"], "got 'sgd', expected"),
     "steps": (["trace", "tiny", "--steps", "0"], "must be at least 1, got 0"),
-    "no number": (["trace", "tiny", "--steps", "many"], "invalid _count value: 'many'"),
+    "no number": (["trace", "tiny", "--steps", "many"], "invalid count value: 'many'"),
+    "ranks": (["bench", "scaling", "--ranks", "2,0"], "must be at least 1, got 0"),
+    "scaled model": (["bench", "scaling", "--models", "tiny,big"], "got 'big', expected names"),
     "folder": (["bench", "step", "tiny", "--json", "no/such.json"], "there is no folder no"),
 }
 
@@ -120,6 +92,14 @@ def test_wrong_arguments_are_code_2(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert part in captured.err
+
+
+def test_replicas_that_do_not_divide_the_ranks_are_code_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command.main(["bench", "step", "tiny", "--replicate", "2"]) == 2
+    message = "--replicate: got 2, expected a divisor of the number of ranks, 1\n"
+    assert capsys.readouterr().err == f"shardmuon bench: error: {message}"
 
 
 def test_a_model_that_does_not_exist_names_those_that_do(

@@ -78,6 +78,29 @@ def test_every_optimizer_moves_every_weight_of_a_sharded_model(pools: Worlds, na
         assert buckets == (1 if name in ("owner", "shardmuon", "overlap") else 0)
 
 
+def replicated(workload: Workload) -> tuple[tuple[str, ...] | None, int, float]:
+    """Axes of the mesh, which shard this rank holds, and a sum of its weights after steps."""
+    subject = make_subject(workload, place.settle(Mesh(replicate=2), ranks.device()))
+    subject.optimizers = make_optimizers("shardmuon", subject)
+    for _ in range(2):
+        subject.iterate()
+    assert subject.place.mesh is not None
+    weights = [local(parameter.detach()) for parameter in subject.model.parameters()]
+    total = float(sum(weight.double().abs().sum() for weight in weights))
+    return subject.place.mesh.mesh_dim_names, subject.place.mesh.get_local_rank("shard"), total
+
+
+@pytest.mark.parametrize("workload", [WORKLOADS["tiny"], STACKS])
+def test_replicas_hold_equal_weights(pools: Worlds, workload: Workload) -> None:
+    found = pools.run(4, replicated, workload)
+    assert {names for names, *_ in found} == {("replicate", "shard")}
+    totals: dict[int, set[float]] = {}
+    for _, shard, total in found:
+        totals.setdefault(shard, set()).add(total)
+    assert [len(each) for each in totals.values()] == [1, 1]
+    assert totals[0] != totals[1]
+
+
 @pytest.mark.parametrize("name", ["adamw", "owner", "shardmuon", "overlap"])
 def test_experts_take_steps_with_gradients_made_up(pools: Worlds, name: str) -> None:
     for finite, moved, _ in pools.run(2, iterate_sharded, STACKS, name):
@@ -163,8 +186,6 @@ def measured(step_ms: float, iteration_ms: float | None) -> Measured:
         iteration_ms=iteration_ms,
         peak_gb=None,
         first_steps_s=1.0,
-        exposed=None,
-        imbalance=None,
     )
 
 
@@ -179,6 +200,12 @@ def test_the_summary() -> None:
         "shardmuon over vanilla: step - times as fast, iteration - times as fast",
         "iteration with shardmuon over AdamW's: -",
     ]
+
+
+def test_makespan_and_imbalance_of_measured_times() -> None:
+    loads = bench_step.measured_loads([2.0, 4.0, 0.0, 2.0])
+    assert loads == {"measured_makespan_ms": 4.0, "measured_imbalance": 2.0}
+    assert bench_step.measured_loads([0.0, 0.0]) == {}
 
 
 def test_the_report_sets_measured_beside_planned_shares() -> None:

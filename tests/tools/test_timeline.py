@@ -113,7 +113,6 @@ def two_buckets() -> list[Event]:
 def test_kernels_belong_to_the_innermost_range_of_their_launch() -> None:
     found = read(two_buckets())
     assert not found.on_host
-    assert found.phased
     assert [(s.phase, s.bucket, s.step, s.communicates) for s in found.spans] == [
         ("model", None, None, False),
         ("model", None, None, True),
@@ -143,9 +142,7 @@ def test_hidden_and_exposed_communication() -> None:
 def test_a_step_without_named_phases_has_no_newton_schulz() -> None:
     events = [range_(STEP, 0, 9), launch(1, 1), kernel(1, 5, 25)]
     events += [launch(2, 2), kernel(2, 20, 45, stream=2, name="ncclKernel")]
-    timeline = read(events)
-    assert not timeline.phased
-    found = timeline.summary()
+    found = read(events).summary()
     assert found.step_ms == pytest.approx(0.040)
     assert found.orthogonalize_ms == 0
     assert found.exposed_ms == pytest.approx(0.020)
