@@ -7,6 +7,7 @@ a run that fails or hangs must not stop the others.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
@@ -31,15 +32,18 @@ END_S = 60.0  # torchrun kills ranks that have not ended 30 s after SIGTERM
 class Options:
     """What was asked for. ranks: None takes those of RANKS that find a GPU each.
 
-    replicate: replicas of the model (HSDP), beside one. seconds: after which a run is ended.
+    replicate: replicas of the model (HSDP), beside one. sequences: on each rank, None the model's
+    own. seconds: after which a run is ended, as all are after `minutes`.
     """
 
     models: tuple[str, ...] = MODELS
     ranks: tuple[int, ...] | None = None
     replicate: tuple[int, ...] = (2,)
+    sequences: int | None = None
     optimizers: tuple[str, ...] = COMPARED
     steps: int = 12
     seconds: int = 600
+    minutes: int | None = None
     folder: Path = Path("runs/scaling")
     table: bool = False
 
@@ -51,13 +55,15 @@ class Run:
     model: str
     ranks: int
     replicate: int
+    sequences: int | None
 
     @property
     def name(self) -> str:
         """What its files are called."""
         shards = self.ranks // self.replicate
         mesh = f"{self.replicate}x{shards}" if self.replicate > 1 else str(shards)
-        return f"{self.model}-{mesh}"
+        batch = "" if self.sequences is None else f"-batch{self.sequences}"
+        return f"{self.model}-{mesh}{batch}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,11 +74,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replicate", type=counts, default=start.replicate, help="replicas in HSDP, beside FSDP"
     )
+    parser.add_argument("--sequences", type=count, help="on each rank; left out: the model's own")
     parser.add_argument(
         "--optimizers", type=names_among(*OPTIMIZERS, *PACKAGES), default=start.optimizers
     )
     parser.add_argument("--steps", type=count, default=start.steps, help="measured iterations")
     parser.add_argument("--seconds", type=count, default=start.seconds, help="limit of each run")
+    parser.add_argument("--minutes", type=count, help="limit of all; call again for what is left")
     parser.add_argument(
         "--folder", type=Path, default=start.folder, help="for numbers; what is there is not rerun"
     )
@@ -106,7 +114,7 @@ def runs(options: Options, gpus: int) -> list[Run]:
         got = max(ranks, default="none")
         raise ConfigError(f"--ranks: got {got}, expected at most {gpus}, one per GPU")
     return [
-        Run(model, n, replicas)
+        Run(model, n, replicas, options.sequences)
         for model in options.models
         for n in ranks
         for replicas in dict.fromkeys((1, *options.replicate))
@@ -121,18 +129,18 @@ def _perform_all(options: Options) -> list[str]:
     failed = []
     todo = runs(options, _gpus())
     options.folder.mkdir(parents=True, exist_ok=True)
+    end = math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes
     for each in todo:
         if (options.folder / f"{each.name}.json").is_file():
             print(f"{each.name}: there already", flush=True)
             continue
         begin = time.monotonic()
-        problem = _perform(each, options)
+        problem = _perform(each, options, min(options.seconds, end - begin))
         if problem is None:
             print(f"{each.name}: done in {time.monotonic() - begin:.0f} s", flush=True)
         else:
             failed.append(each.name)
-            log = options.folder / f"{each.name}.log"
-            print(f"{each.name}: failed, {problem}; see {log}", flush=True)
+            print(f"{each.name}: failed, {problem}", flush=True)
     print()
     return failed
 
@@ -143,8 +151,10 @@ def _gpus() -> int:
     return cuda.device_count() if cuda.is_available() else 0
 
 
-def _perform(each: Run, options: Options) -> str | None:
+def _perform(each: Run, options: Options, limit_s: float) -> str | None:
     """What went wrong, None if the numbers are there now."""
+    if limit_s <= 0:
+        return "no time was left"
     draft = options.folder / f"{each.name}.part"
     draft.unlink(missing_ok=True)
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
@@ -155,12 +165,12 @@ def _perform(each: Run, options: Options) -> str | None:
         ) as process,
     ):
         try:
-            code = process.wait(options.seconds)
+            code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             _end(process)
-            return f"not done after {options.seconds} s"
+            return f"not done after {limit_s:.0f} s"
     if code or not draft.is_file():
-        return f"exit code {code}"
+        return f"exit code {code}; see {log.name}"
     draft.replace(options.folder / f"{each.name}.json")
     return None
 
@@ -169,11 +179,9 @@ def _command(each: Run, options: Options, file: Path) -> list[str]:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     start += ["--nproc-per-node", str(each.ranks), "-m", "shardmuon", "bench", "step", each.model]
     names = ",".join(options.optimizers)
-    return [
-        *start,
-        *("--optimizers", names, "--steps", str(options.steps)),
-        *("--replicate", str(each.replicate), "--json", str(file)),
-    ]
+    start += ["--optimizers", names, "--steps", str(options.steps)]
+    start += [] if each.sequences is None else ["--sequences", str(each.sequences)]
+    return [*start, "--replicate", str(each.replicate), "--json", str(file)]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -67,13 +67,19 @@ class Measured:
 
 
 def run(
-    model: str, names: Sequence[str], steps: int, file: Path | None, replicate: int = 1
+    model: str,
+    names: Sequence[str],
+    steps: int,
+    file: Path | None,
+    replicate: int = 1,
+    sequences: int | None = None,
 ) -> None:
     """Measure the optimizers called `names` on the workload `model` and print a table. Collective.
 
     steps: measured iterations after three that are not. file: where to write all numbers as JSON.
-    replicate: replicas of the sharded model (HSDP).
+    replicate: replicas of the sharded model (HSDP). sequences: of a rank, None the workload's own.
     """
+    workload = _workload(model, sequences)
     if place.ranks_started() % replicate:
         raise ConfigError(
             f"--replicate: got {replicate}, expected a divisor of the number of ranks, "
@@ -81,7 +87,6 @@ def run(
         )
     mesh = Mesh(replicate=replicate)
     here = place.start(mesh, place.choose_device(mesh))
-    workload = WORKLOADS[model]
     say = print if here.first else _silent
     title = _title(model, workload, here, replicate)
     say(title)
@@ -101,11 +106,21 @@ def run(
     if file is not None and here.first:
         results = {name: asdict(each) for name, each in found.items()}
         tree = {"model": model, "title": title, "ranks": here.ranks, "replicate": replicate}
-        tree |= {"device": _device(here), "torch": torch.__version__, "steps": steps}
+        tree |= {"sequences": workload.sequences, "tokens": workload.tokens, "steps": steps}
+        tree |= {"device": _device(here), "torch": torch.__version__}
         tree |= {"optimizers": results, "summary": lines}
         file.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
     collectives.barrier()
     collectives.stop()
+
+
+def _workload(model: str, sequences: int | None) -> Workload:
+    workload = WORKLOADS[model]
+    if sequences is None:
+        return workload
+    if not workload.trains:
+        raise ConfigError(f"--sequences: got {sequences}, expected none, {model} takes no tokens")
+    return replace(workload, sequences=sequences)
 
 
 def _silent(*_: object, **__: object) -> None:

@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     step.add_argument("--packages", action="store_true", help="also those of other packages")
     step.add_argument("--steps", type=count, default=12, help="measured iterations")
     step.add_argument("--replicate", type=count, default=1, help="replicas of the model (HSDP)")
+    step.add_argument("--sequences", type=count, help="on each rank; left out: the model's own")
     step.add_argument("--json", type=_new_file, help="file for all numbers")
     bench_scaling.add_arguments(
         kinds.add_parser("scaling", help="bench step on several numbers of ranks, in one table")
@@ -232,7 +233,9 @@ def _bench(options: argparse.Namespace) -> None:
     names = options.optimizers or OPTIMIZERS
     if options.packages:
         names = (*names, *(name for name in PACKAGES if name not in names))
-    bench_step.run(options.model, names, options.steps, options.json, options.replicate)
+    bench_step.run(
+        options.model, names, options.steps, options.json, options.replicate, options.sequences
+    )
 
 
 def _trace(options: argparse.Namespace) -> None:

@@ -26,12 +26,13 @@ COLUMNS = (
 
 
 def read(folder: Path) -> list[Mapping[str, Any]]:
-    """What `bench step` wrote, by model, ranks and replicas."""
+    """What `bench step` wrote, by model, batch, ranks and replicas."""
     found = []
     for path in folder.glob("*.json"):
         try:
             tree = json.loads(path.read_text(encoding="utf-8"))
-            key = list(WORKLOADS).index(tree["model"]), tree["ranks"], tree["replicate"]
+            key = [list(WORKLOADS).index(tree["model"])]
+            key += [tree[name] for name in ("sequences", "ranks", "replicate")]
             found.append((key, path.name, tree))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{path} was not written by bench step: {error}") from error
@@ -43,11 +44,12 @@ def table(found: Sequence[Mapping[str, Any]]) -> list[str]:
     there = {name for tree in found for name in tree["optimizers"]}
     names = [name for name in (*OPTIMIZERS, *PACKAGES) if name in there]
     several = " / ".join(names)
-    header = ("model", "ranks", "mesh", f"step ms: {several}", f"iteration ms: {several}", *COLUMNS)
-    first: dict[str, Mapping[str, Any]] = {}
+    times = (f"step ms: {several}", f"iteration ms: {several}")
+    header = ("model", "tokens a rank", "ranks", "mesh", *times, *COLUMNS)
+    first: dict[tuple[str, int], Mapping[str, Any]] = {}
     for tree in found:
-        first.setdefault(tree["model"], tree)
-    rows = [_row(tree, first[tree["model"]], names) for tree in found]
+        first.setdefault((tree["model"], tree["sequences"]), tree)
+    rows = [_row(tree, first[tree["model"], tree["sequences"]], names) for tree in found]
     where = [f"{t['device']}, torch {t['torch']}, {t['steps']} steps" for t in found]
     return [*dict.fromkeys(where), "", *_markdown(header, rows)]
 
@@ -55,7 +57,7 @@ def table(found: Sequence[Mapping[str, Any]]) -> list[str]:
 def _row(
     tree: Mapping[str, Any], first: Mapping[str, Any], names: Iterable[str]
 ) -> tuple[str, ...]:
-    """first: the run of this model with the fewest ranks."""
+    """first: the run of this model and batch with the fewest ranks."""
     measured: Mapping[str, Mapping[str, Any]] = tree["optimizers"]
     ours, adamw = measured.get("shardmuon", {}), measured.get("adamw", {})
     ranks, replicas = tree["ranks"], tree["replicate"]
@@ -64,6 +66,7 @@ def _row(
     ideal = first["ranks"] / ranks
     return (
         tree["model"],
+        f"{tree['sequences']} x {tree['tokens']}" if tree["sequences"] else "-",
         str(ranks),
         f"HSDP {replicas} x {ranks // replicas}" if replicas > 1 else "FSDP",
         " / ".join(_text(measured.get(name, {}).get("step_ms"), ".1f") for name in names),

@@ -19,6 +19,7 @@ from shardmuon.tools.timeline import Summary, read
 from shardmuon.tools.workloads import OPTIMIZERS, WORKLOADS, Experts, Workload
 from shardmuon.training import place
 from shardmuon.training.config import Mesh
+from shardmuon.training.load import ConfigError
 from tests import ranks
 from tests.conftest import Worlds
 from tests.tools.events import kernel, launch, range_
@@ -138,6 +139,8 @@ def test_an_optimizer_that_cannot_run_is_a_line_and_no_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(WORKLOADS, "qwen3-moe", STACKS)
+    with pytest.raises(ConfigError, match="qwen3-moe takes no tokens"):
+        bench_step.run("qwen3-moe", ["shardmuon"], 2, None, sequences=2)
     bench_step.run("qwen3-moe", ["vanilla", "shardmuon"], 2, None)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("qwen3-moe, parameters with made-up gradients, 1 rank(s) on CPU")
@@ -155,8 +158,9 @@ def test_a_package_that_fails_is_a_line_but_shardmuon_raises(
         raise RuntimeError("it broke\nat length")
 
     monkeypatch.setattr(bench_step, "make_optimizers", fail)
-    bench_step.run("tiny", ["muonium"], 1, None)
+    bench_step.run("tiny", ["muonium"], 1, None, sequences=3)
     captured = capsys.readouterr()
+    assert captured.out.startswith("tiny, 3 x 32 tokens a rank, 1 rank(s) on CPU")
     assert "skipped muonium: RuntimeError: it broke\n" in captured.out
     assert "Traceback" in captured.err
     with pytest.raises(RuntimeError, match="it broke"):
