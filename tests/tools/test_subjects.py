@@ -178,7 +178,7 @@ def test_a_gpus_kernels_are_found_in_their_phases(tmp_path: Path) -> None:
     assert not found.on_host
     assert len(found.windows) == 2
     phases = {span.phase for span in found.spans}
-    assert {"model", "prepare", "orthogonalize", "apply", "adamw"} <= phases
+    assert {"model", "prepare", "orthogonalize", "apply", "elements"} <= phases
     times = found.summary()
     assert 0 < times.orthogonalize_ms < times.step_ms
     assert times.communication_ms == 0
@@ -233,7 +233,7 @@ def test_rows_of_the_picture_are_streams_and_collectives_have_a_colour() -> None
     assert lanes["rank 0, stream 2"] == {}
     assert [start for start, _ in talk] == pytest.approx([0.004, 0.022, 0.042])
     assert [extent for _, extent in talk] == pytest.approx([0.016, 0.014, 0.028])
-    assert set(lanes["rank 1, stream 1"]) == {"prepare", "orthogonalize", "adamw"}
+    assert set(lanes["rank 1, stream 1"]) == {"prepare", "orthogonalize", "elements"}
 
 
 def test_rows_of_a_host_are_phases_in_the_order_of_a_step() -> None:
