@@ -146,7 +146,7 @@ def test_nothing_overlaps_on_a_stream_and_no_step_beats_its_parts(
     device = DEVICES["h200"]
     step = simulate(plan_of(shape, over(ranks), in_bucket), device, other_elements=10_000)
     for rank in range(ranks):
-        for phases in (("prepare", "orthogonalize", "apply", "adamw"), ("gather", "scatter")):
+        for phases in (("prepare", "orthogonalize", "apply", "elements"), ("gather", "scatter")):
             spans = sorted(
                 (s.start, s.stop) for s in step.spans if s.rank == rank and s.phase in phases
             )
